@@ -61,14 +61,17 @@ class System:
         """Run a command to its end. Raises MissingCapability where the program is not installed."""
         try:
             done = subprocess.run(
-                list(command), capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
+                list(command),
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+                stdin=subprocess.DEVNULL,
             )
         except FileNotFoundError:
             raise MissingCapability(f"program {command[0]!r} is not installed") from None
         except subprocess.TimeoutExpired as late:
-            return CommandResult(
-                returncode=None, stdout=_as_text(late.stdout), stderr=_as_text(late.stderr)
-            )
+            return CommandResult(returncode=None, stdout=_as_text(late.stdout), stderr=_as_text(late.stderr))
         return CommandResult(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 

@@ -59,7 +59,11 @@ def parse_rate(text: str) -> float:
         raise UsageError(f"got rate {text!r}", expected='a rate with its unit, such as "1 Gbit/s" or "100mbit"')
     rate_bit_per_s = value * _PREFIXES[match.group(1).lower()] * (8 if match.group(2) == "B/s" else 1)
     if rate_bit_per_s <= 0:
-        raise UsageError(f"got rate {text!r}", expected="a rate above zero", hint="use `lab fault HOST down` to stop a link")
+        raise UsageError(
+            f"got rate {text!r}",
+            expected="a rate above zero",
+            hint="use `lab fault HOST down` to stop a link",
+        )
     return rate_bit_per_s
 
 
@@ -84,9 +88,7 @@ def parse_ratio(text: str) -> float:
 
 
 def _scaled(value: float, steps: list[tuple[float, str]], digits: int) -> str:
-    for factor, unit in steps:
-        if abs(value) >= factor:
-            break
+    factor, unit = next((step for step in steps if abs(value) >= step[0]), steps[-1])
     return f"{value / factor:.{digits}g} {unit}" if abs(value / factor) < 1000 else f"{value / factor:.0f} {unit}"
 
 

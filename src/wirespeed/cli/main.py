@@ -1,0 +1,79 @@
+"""The command `wirespeed`: joins the commands and turns errors into messages and exit codes.
+
+Commands import what is heavy (torch, plotly, pyroute2) inside their functions, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+import wirespeed
+from wirespeed.errors import WirespeedError
+
+app = typer.Typer(
+    name="wirespeed",
+    help="Find, predict and remove the network bottleneck of distributed AI.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback
+    if wanted:
+        print(f"wirespeed {wirespeed.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Find, predict and remove the network bottleneck of distributed AI.
+
+    Exit codes: 0 fine, 1 findings or a failed comparison, 2 usage, 3 the host lacks something, 4 a peer or link failed.
+    """
+
+
+def run() -> None:
+    """Entry point: run the command line and exit."""
+    sys.exit(main())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and give its exit code."""
+    try:
+        result = app(args=arguments, standalone_mode=False)
+    except WirespeedError as fault:
+        print(f"wirespeed: {fault}", file=sys.stderr)
+        if os.environ.get("WIRESPEED_TRACEBACK") == "1":
+            traceback.print_exc()
+        return fault.exit_code
+    except typer.Abort:
+        print("wirespeed: interrupted", file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("wirespeed: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as fault:  # noqa: BLE001 - click's usage errors carry their own exit code and text
+        if hasattr(fault, "exit_code") and hasattr(fault, "show"):
+            fault.show()
+            return int(fault.exit_code)
+        traceback.print_exc()
+        print(
+            f"wirespeed: this is a bug of wirespeed's own ({type(fault).__name__}); hint: please report the lines above",
+            file=sys.stderr,
+        )
+        return 70
+    return result if isinstance(result, int) else 0

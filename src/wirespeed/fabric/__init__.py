@@ -1,0 +1,1 @@
+"""What the network is: data and arithmetic, no I/O but fabric.toml."""

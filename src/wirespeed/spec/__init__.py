@@ -1,0 +1,1 @@
+"""The nouns that every room shares, as data: what is sent, how, and what is expected of it."""

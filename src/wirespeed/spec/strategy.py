@@ -1,0 +1,192 @@
+"""Strategy: how gradients are sent. The one place where a codec's bytes, collectives and fidelity are stated.
+
+`sim` costs a strategy from these facts and `train/codecs` implements it from the same ones; a test counts the bytes
+that really cross an interface and holds them against ``wire_bytes``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import msgspec
+
+from wirespeed.errors import DataError, UsageError
+from wirespeed.records import Collective
+from wirespeed.units import MIB, format_percent, format_size, parse_ratio, parse_size
+
+CodecName = Literal["dense", "half", "int8", "topk"]
+Topology = Literal["flat"]
+Schedule = Literal["every_step"]
+Fidelity = Literal["exact", "half", "compressed", "lossy"]
+
+CODECS: tuple[CodecName, ...] = get_args(CodecName)
+FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
+"""From most to least faithful. ``compressed``: error feedback, quality measured equal. ``lossy``: it may differ."""
+
+DEFAULT_BUCKET_BYTES = 25 * MIB
+INT8_BLOCK = 1024
+"""Elements that share one fp32 scale: 0.4 % of overhead, and small enough that one outlier spoils little."""
+TOPK_CHUNK = 16384
+"""Elements per top-k chunk: fixed k per chunk gives static shapes, and 16-bit indices address it."""
+TOPK_RATIO = 0.01
+BYTES_PER_ELEMENT = 4
+"""Gradients are fp32 where they are reduced."""
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective of a bucket's exchange, with its size in the convention of ``records``."""
+
+    collective: Collective
+    size_bytes: int
+
+
+class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Codec x topology x schedule x bucket size.
+
+    ``ratio`` is the share of entries that top-k sends, and None for every other codec.
+    ``bucket_bytes`` is counted in fp32 gradient, as DDP's ``bucket_cap_mb`` counts it.
+    """
+
+    codec: CodecName = "dense"
+    topology: Topology = "flat"
+    schedule: Schedule = "every_step"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1024:
+            raise UsageError(f"got a bucket of {self.bucket_bytes} bytes", expected="at least 1 KiB")
+        if self.codec == "topk":
+            if self.ratio is None:
+                msgspec.structs.force_setattr(self, "ratio", TOPK_RATIO)
+            elif not 1 / TOPK_CHUNK <= self.ratio <= 0.5:
+                raise UsageError(
+                    f"got top-k ratio {self.ratio:g}",
+                    expected=f"{1 / TOPK_CHUNK:.2g} (one entry per chunk of {TOPK_CHUNK}) to 0.5",
+                )
+        elif self.ratio is not None:
+            raise UsageError(f"got a ratio for codec {self.codec!r}", expected="a ratio only for topk")
+
+    @property
+    def name(self) -> str:
+        """Short and unique, such as ``int8``, ``topk@1%`` or ``half/4MiB``; ``parse`` reads it back."""
+        text: str = self.codec
+        if self.ratio is not None:
+            text += "@" + format_percent(self.ratio).replace(" ", "")
+        if self.bucket_bytes != DEFAULT_BUCKET_BYTES:
+            text += "/" + format_size(self.bucket_bytes).replace(" ", "")
+        return text
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What happens to the gradient on the way."""
+        return _FIDELITY[self.codec]
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """Read ``CODEC[@RATIO][/BUCKET]``, such as ``topk@2%/8MiB``."""
+        head, slash, bucket = text.strip().partition("/")
+        codec, at, ratio = head.partition("@")
+        if codec not in CODECS:
+            raise UsageError(
+                f"got strategy {text!r}",
+                expected=f"CODEC[@RATIO][/BUCKET] with CODEC one of {', '.join(CODECS)}",
+            )
+        return cls(
+            codec=codec,
+            ratio=parse_ratio(ratio) if at else None,
+            bucket_bytes=parse_size(bucket) if slash else DEFAULT_BUCKET_BYTES,
+        )
+
+    def allows(self, fidelity: Fidelity) -> bool:
+        """Whether this strategy is at least as faithful as ``fidelity``."""
+        return FIDELITIES.index(self.fidelity) <= FIDELITIES.index(fidelity)
+
+    def transfers(self, num_elements: int, num_ranks: int) -> tuple[Transfer, ...]:
+        """The collectives that one bucket of ``num_elements`` needs among ``num_ranks``, in order."""
+        if num_ranks < 2 or num_elements == 0:
+            return ()
+        match self.codec:
+            case "dense":
+                return (Transfer(collective="all_reduce", size_bytes=BYTES_PER_ELEMENT * num_elements),)
+            case "half":
+                return (Transfer(collective="all_reduce", size_bytes=2 * num_elements),)
+            case "int8":
+                size = num_ranks * int8_shard_bytes(num_elements, num_ranks)
+                return (
+                    Transfer(collective="all_to_all", size_bytes=size),
+                    Transfer(collective="all_gather", size_bytes=size),
+                )
+            case "topk":
+                assert self.ratio is not None
+                size = num_ranks * topk_payload_bytes(num_elements, self.ratio)
+                return (Transfer(collective="all_gather", size_bytes=size),)
+
+    def wire_bytes(self, num_elements: int, num_ranks: int) -> int:
+        """Payload bytes that one rank sends for one bucket. Headers come on top."""
+        return round(
+            sum(t.size_bytes * bus_factor(t.collective, num_ranks) for t in self.transfers(num_elements, num_ranks))
+        )
+
+
+_FIDELITY: dict[CodecName, Fidelity] = {
+    "dense": "exact",
+    "half": "half",
+    "int8": "compressed",
+    "topk": "lossy",
+}
+
+
+def bus_factor(collective: Collective, num_ranks: int) -> float:
+    """Bytes that each rank sends, as a share of the size: nccl-tests' bus-bandwidth factors (doc/PERFORMANCE.md)."""
+    if num_ranks < 2:
+        return 0.0
+    share = (num_ranks - 1) / num_ranks
+    return {"all_reduce": 2 * share, "broadcast": 1.0}.get(collective, share)
+
+
+def int8_shard_elements(num_elements: int, num_ranks: int) -> int:
+    """Elements of the shard that each rank owns: equal for all ranks, padded to whole blocks."""
+    per_rank = math.ceil(num_elements / num_ranks)
+    return math.ceil(per_rank / INT8_BLOCK) * INT8_BLOCK
+
+
+def int8_shard_bytes(num_elements: int, num_ranks: int) -> int:
+    """One shard on the wire: an int8 per element and an fp32 scale per block."""
+    shard = int8_shard_elements(num_elements, num_ranks)
+    return shard + shard // INT8_BLOCK * BYTES_PER_ELEMENT
+
+
+def topk_counts(num_elements: int, ratio: float) -> tuple[int, int, int]:
+    """``(whole chunks, entries sent of each, entries sent of the last part chunk)``; at least one entry per chunk."""
+    whole, rest = divmod(num_elements, TOPK_CHUNK)
+    return whole, max(1, round(TOPK_CHUNK * ratio)), max(1, round(rest * ratio)) if rest else 0
+
+
+def topk_payload_bytes(num_elements: int, ratio: float) -> int:
+    """What one rank sends of a bucket: fp16 value and 16-bit index per entry, and one fp32 scale per chunk."""
+    whole, per_chunk, per_rest = topk_counts(num_elements, ratio)
+    num_chunks = whole + (per_rest > 0)
+    return 4 * (whole * per_chunk + per_rest) + BYTES_PER_ELEMENT * num_chunks
+
+
+class StrategyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``strategy.toml``: what `tune` writes and `attach` reads."""
+
+    schema: int
+    strategy: Strategy
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
+    note: str = ""
+
+
+def read_strategy_text(text: str, *, source: str) -> Strategy:
+    """The strategy in the text of a ``strategy.toml``. Raises DataError naming ``source``."""
+    try:
+        held = msgspec.toml.decode(text, type=StrategyFile)
+    except (msgspec.MsgspecError, UsageError) as fault:
+        raise DataError(f"{source} is not a strategy file: {fault}", expected="what `wirespeed tune` writes") from fault
+    if held.schema > 1:
+        raise DataError(f"{source} has schema {held.schema}", expected="schema 1", hint="upgrade wirespeed to read it")
+    return held.strategy

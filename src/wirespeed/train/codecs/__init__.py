@@ -1,0 +1,1 @@
+"""Codecs: how one bucket of gradients is made small, sent and put together again."""

@@ -1,0 +1,55 @@
+"""What a codec is: local stages with a collective between each two.
+
+A codec's ``exchange`` is a generator. It runs a local stage, yields the ``Message`` that has to cross the network, and
+goes on when that collective has ended; after its last stage the averaged gradient stands in ``grad_n``. Whoever drives
+it (the session's lanes, the speed measurement, a test with all ranks in one process) decides on threads, process groups
+and timing, so the code of a codec reads from top to bottom and holds none of these.
+
+Shape suffixes: n gradient elements of the bucket, N ranks, b bytes of a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wirespeed.records import Collective
+from wirespeed.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective to perform. For all_reduce ``receive`` is ``send`` (summed in place)."""
+
+    collective: Collective
+    send: Tensor
+    receive: Tensor
+
+
+class Codec(Protocol):
+    """One codec with its parameters. Stateless: buffers and residuals belong to the caller."""
+
+    strategy: Strategy
+    stages: tuple[str, ...]
+    """Names of the local stages: one more than the exchange has messages."""
+    has_residual: bool
+    """Whether it uses error feedback."""
+
+    def make_buffers(self, num_elements: int, num_ranks: int, device: torch.device) -> Any:
+        """Allocate what one bucket's exchange needs; reused every step, never shared by two exchanges in flight."""
+        ...
+
+    def exchange(
+        self, grad_n: Tensor, residual_n: Tensor | None, buffers: Any, *, rank: int, num_ranks: int
+    ) -> Iterator[Message]:
+        """Average ``grad_n`` (contiguous fp32, in place) over the ranks.
+
+        ``residual_n`` (fp32, same shape, updated in place) is what earlier steps held back; it is added before encoding
+        and afterwards holds what was not sent. Over all ranks and any number of steps the sum of the results times N,
+        plus the sum of the residuals, equals the sum of the gradients to rounding.
+        """
+        ...
