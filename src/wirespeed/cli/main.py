@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback
+def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"wirespeed {wirespeed.__version__}")
         raise typer.Exit
@@ -57,22 +57,19 @@ def main(arguments: list[str] | None = None) -> int:
         if os.environ.get("WIRESPEED_TRACEBACK") == "1":
             traceback.print_exc()
         return fault.exit_code
-    except typer.Abort:
-        print("wirespeed: interrupted", file=sys.stderr)
-        return 130
-    except KeyboardInterrupt:
+    except (typer.Abort, KeyboardInterrupt):
         print("wirespeed: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception as fault:  # noqa: BLE001 - click's usage errors carry their own exit code and text
+    except Exception as fault:  # click's usage errors carry their own exit code and text
         if hasattr(fault, "exit_code") and hasattr(fault, "show"):
             fault.show()
             return int(fault.exit_code)
         traceback.print_exc()
         print(
-            f"wirespeed: this is a bug of wirespeed's own ({type(fault).__name__}); hint: please report the lines above",
+            f"wirespeed: a bug of wirespeed's own ({type(fault).__name__}); hint: please report the lines above",
             file=sys.stderr,
         )
         return 70
