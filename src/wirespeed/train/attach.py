@@ -1,0 +1,93 @@
+"""``attach``: the one line that a user adds. Decides which strategy a model gets, and who has the last word.
+
+Precedence: WIRESPEED_OFF=1, then the directive of `tune` (it outranks all and says so), then the argument, then
+WIRESPEED_STRATEGY, then ``auto``.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from wirespeed.errors import UsageError
+from wirespeed.spec.strategy import FIDELITIES, Fidelity, Strategy, read_strategy_text
+from wirespeed.train.session import Session, session_of, start_session
+from wirespeed.train.trace import read_directive
+
+if TYPE_CHECKING:
+    from wirespeed.fabric.topology import Fabric
+
+AUTO = "auto"
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strategy: str | Strategy | Path | None = None,
+    fabric: Fabric | str | Path | None = None,
+    fidelity: Fidelity = "half",
+) -> Session:
+    """Send this model's gradients with a strategy from now on. The training loop does not change.
+
+    ``strategy``: ``"auto"`` (the default: measure, predict, switch, keep dense when nothing is better), a name such as
+    ``"int8"`` or ``"topk@1%/8MiB"``, a ``Strategy``, or the path of a ``strategy.toml`` that `tune` wrote.
+    ``optimizer``: whose steps end the training steps; None takes every optimizer that holds the model's parameters.
+    ``fabric``: a ``fabric.toml``, so that ``auto`` need not measure the network. ``fidelity``: what ``auto`` may do to
+    gradients at most (``exact``, ``half``, ``compressed``, ``lossy``); a strategy named outright is not limited by it.
+
+    Every rank must call it at the same point, after ``DistributedDataParallel`` and before the first step. Raises
+    UsageError for a model that is not DDP or already has a hook.
+    """
+    if fidelity not in FIDELITIES:
+        raise UsageError(f"got fidelity {fidelity!r}", expected=f"one of {', '.join(FIDELITIES)}")
+    if os.environ.get("WIRESPEED_OFF") == "1":
+        return start_session(ddp, optimizer, Strategy(), is_inert=True)
+    directed = session_of(ddp)
+    if directed is not None and read_directive() is not None:
+        if strategy is not None and strategy != AUTO:
+            _say(directed, f"the script asks for strategy {strategy!r}; `tune` runs {directed.strategy.name!r} instead")
+        return directed
+    wanted = resolve(strategy)
+    if wanted is not None:
+        return start_session(ddp, optimizer, wanted)
+    from wirespeed.train.auto import Chooser
+
+    session = start_session(ddp, optimizer, Strategy())
+    Chooser(session, ddp.module, fabric=fabric, fidelity=fidelity)
+    return session
+
+
+def resolve(strategy: str | Strategy | Path | None) -> Strategy | None:
+    """The strategy that an argument or, without one, the environment names. None stands for ``auto``."""
+    if strategy is None:
+        strategy = os.environ.get("WIRESPEED_STRATEGY") or AUTO
+    if isinstance(strategy, Strategy):
+        return strategy
+    text = str(strategy)
+    if text == AUTO:
+        return None
+    if isinstance(strategy, Path) or text.endswith(".toml"):
+        try:
+            return read_strategy_text(Path(text).read_text(encoding="utf-8"), source=text)
+        except OSError as fault:
+            raise UsageError(f"cannot read strategy file {text!r}: {fault.strerror}") from fault
+    return Strategy.parse(text)
+
+
+def begin_directed_session(ddp: DistributedDataParallel, strategy: Strategy, *, is_silent: bool) -> Session:
+    """The session that `tune` wants for this model."""
+    return start_session(ddp, None, strategy, is_silent=is_silent)
+
+
+def _say(session: Session, text: str) -> None:
+    if session.rank == 0:
+        warnings.warn(f"wirespeed: {text}", stacklevel=3)
+
+
+__all__ = ["AUTO", "attach", "begin_directed_session", "resolve"]

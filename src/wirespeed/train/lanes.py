@@ -1,0 +1,124 @@
+"""Lanes: the ordered communication workers of one rank.
+
+Lane k is one thread with one process group. It takes buckets in the order in which backward made them, runs the k-th
+local stage of each bucket's codec, performs the collective that the stage asks for, and hands the bucket to lane k + 1.
+So every rank issues the collectives of one group in the same order (gloo and NCCL require it), a bucket is encoded
+while the one before it is on the wire, and nothing ever waits inside a future's callback (which deadlocks on gloo,
+pytorch#48478).
+
+An error in any lane fails the futures of its bucket and of all that come after it: the user's ``backward`` raises it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wirespeed.errors import PeerFailure
+from wirespeed.train.codecs.base import Message
+
+
+@dataclass(kw_only=True)
+class Exchange:
+    """One bucket on its way through the lanes. ``times_s`` alternates ends of stages and of collectives."""
+
+    bucket: int
+    steps: Iterator[Message]
+    result: Tensor
+    future: torch.futures.Future[Tensor]
+    queued_s: float = field(default_factory=time.perf_counter)
+    times_s: list[float] = field(default_factory=list)
+
+
+class Lanes:
+    """The workers of one rank: one per local stage, all but the last with a process group of its own."""
+
+    def __init__(self, groups: list[dist.ProcessGroup], *, on_done: Callable[[Exchange], None]) -> None:
+        self._groups = groups
+        self._on_done = on_done
+        self._queues: list[SimpleQueue[Exchange | None]] = [SimpleQueue() for _ in range(len(groups) + 1)]
+        self._failure: Exception | None = None
+        self._threads = [
+            threading.Thread(target=self._work, args=(lane,), name=f"wirespeed-lane-{lane}", daemon=True)
+            for lane in range(len(groups) + 1)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, exchange: Exchange) -> None:
+        """Put a bucket at the end of the first lane's queue."""
+        self._queues[0].put(exchange)
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """End the threads after what is queued. A thread stuck in a collective is left to the group's own time-out."""
+        self._queues[0].put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _work(self, lane: int) -> None:
+        while True:
+            exchange = self._queues[lane].get()
+            if exchange is None:
+                if lane < len(self._groups):
+                    self._queues[lane + 1].put(None)
+                return
+            if self._failure is not None:
+                _fail(exchange, self._failure)
+                continue
+            try:
+                is_finished = self._advance(exchange, lane)
+            except Exception as fault:
+                self._failure = _as_peer_failure(fault)
+                _fail(exchange, self._failure)
+                continue
+            if is_finished:
+                self._on_done(exchange)
+                exchange.future.set_result(exchange.result)
+            else:
+                self._queues[lane + 1].put(exchange)
+
+    def _advance(self, exchange: Exchange, lane: int) -> bool:
+        """Run one stage and its collective. True when the exchange has ended."""
+        message = next(exchange.steps, None)
+        exchange.times_s.append(time.perf_counter())
+        if message is None:
+            return True
+        perform(message, self._groups[lane])
+        exchange.times_s.append(time.perf_counter())
+        return False
+
+
+def _fail(exchange: Exchange, fault: Exception) -> None:
+    exchange.future.set_exception(fault)  # type: ignore[arg-type]  # torch's stub says Tensor
+
+
+def perform(message: Message, group: dist.ProcessGroup) -> None:
+    """Carry out one collective and wait for its end. Raises what the backend raises."""
+    match message.collective:
+        case "all_reduce":
+            dist.all_reduce(message.receive, group=group)
+        case "all_to_all":
+            dist.all_to_all_single(message.receive, message.send, group=group)
+        case "all_gather":
+            dist.all_gather_into_tensor(message.receive, message.send, group=group)
+        case "reduce_scatter":
+            dist.reduce_scatter_tensor(message.receive, message.send, group=group)
+        case "broadcast":
+            dist.broadcast(message.receive, src=dist.get_global_rank(group, 0), group=group)
+
+
+def _as_peer_failure(fault: Exception) -> Exception:
+    """Errors of the backend (connection reset, time-out) become a PeerFailure; others stay what they are."""
+    if isinstance(fault, dist.DistError) or "gloo" in str(fault).lower() or "timed out" in str(fault).lower():
+        return PeerFailure(
+            f"exchanging gradients failed: {str(fault).splitlines()[0] if str(fault) else type(fault).__name__}",
+            hint="a rank died or its link went down; see the output of the other ranks for the first error",
+        )
+    return fault

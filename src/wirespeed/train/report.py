@@ -1,0 +1,154 @@
+"""What a session tells of its steps: medians of the parts, bytes stated and counted, and every bucket's way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, median
+
+import msgspec
+
+from wirespeed.measure.steps import StepParts
+from wirespeed.spec.comparison import StepBreakdown
+from wirespeed.spec.strategy import Strategy
+from wirespeed.units import format_duration, format_percent, format_size
+
+SKIPPED_STEPS = 3
+"""The first steps hold one-off work: buckets are formed anew after step 1, kernels and connections warm up."""
+
+
+class LossEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A loss that the script recorded after ``step`` optimizer steps."""
+
+    step: int
+    loss: float
+    is_held_out: bool
+
+
+class BucketTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """One bucket's way in one step. ``times_s`` are ends of stage 0, collective 0, stage 1, ... on one clock."""
+
+    bucket: int
+    num_bytes: int
+    stages: tuple[str, ...]
+    queued_s: float
+    times_s: tuple[float, ...]
+
+
+class BucketReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Medians of one bucket, in seconds. ``stages`` holds the local stages; waiting for a lane counts in the stage."""
+
+    bucket: int
+    num_bytes: int
+    stages_s: dict[str, float]
+    wire_s: float
+    total_s: float
+
+
+class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The summary of a session on one rank."""
+
+    strategy: str
+    num_ranks: int
+    num_steps: int
+    breakdown: StepBreakdown | None
+    stated_bytes_per_step: float
+    wire_bytes_per_step: float | None
+    residual_norm: float
+    residual_bytes: int
+    buckets: tuple[BucketReport, ...]
+
+    def __str__(self) -> str:
+        lines = [f"strategy {self.strategy}, {self.num_ranks} ranks, {self.num_steps} steps"]
+        if self.breakdown is not None:
+            b = self.breakdown
+            lines.append(
+                f"step {format_duration(b.step_s)}: data {format_duration(b.data_s)}, "
+                f"forward {format_duration(b.forward_s)}, backward {format_duration(b.backward_s)}, "
+                f"exposed communication {format_duration(b.exposed_s)} ({format_percent(b.exposed_share)}), "
+                f"optimizer {format_duration(b.optimizer_s)}, other {format_duration(b.other_s)}"
+            )
+        counted = "unknown" if self.wire_bytes_per_step is None else format_size(self.wire_bytes_per_step)
+        lines.append(f"sent per step: {format_size(self.stated_bytes_per_step)} stated, {counted} counted")
+        for bucket in self.buckets:
+            stages = ", ".join(f"{name} {format_duration(value)}" for name, value in bucket.stages_s.items())
+            size, wire = format_size(bucket.num_bytes), format_duration(bucket.wire_s)
+            lines.append(f"bucket {bucket.bucket} ({size}): {stages}, wire {wire}")
+        return "\n".join(lines)
+
+
+def breakdown_of(steps: Sequence[StepParts]) -> StepBreakdown | None:
+    """Medians over the steps after the first few; None without any step."""
+    kept = steps[SKIPPED_STEPS:] if len(steps) > 2 * SKIPPED_STEPS else steps
+    if not kept:
+        return None
+    return StepBreakdown(
+        step_s=median(s.step_s for s in kept),
+        forward_s=median(s.forward_s for s in kept),
+        backward_s=median(s.backward_s for s in kept),
+        exposed_s=median(s.exposed_s for s in kept),
+        optimizer_s=median(s.optimizer_s for s in kept),
+        data_s=median(s.data_s for s in kept),
+        other_s=median(s.other_s for s in kept),
+    )
+
+
+def mean_breakdown(ranks: Sequence[StepBreakdown]) -> StepBreakdown:
+    """The mean over ranks, part by part."""
+    return StepBreakdown(
+        **{name: fmean(getattr(rank, name) for rank in ranks) for name in StepBreakdown.__struct_fields__}
+    )
+
+
+def summarize(
+    *,
+    strategy: Strategy,
+    num_ranks: int,
+    steps: Sequence[StepParts],
+    buckets: Sequence[BucketTimes],
+    stated_bytes: int,
+    wire: Sequence[tuple[int, int]],
+    residual_norm: float,
+    residual_bytes: int,
+) -> SessionReport:
+    """Put a session's notes together. ``wire`` holds cumulative (stated, counted) bytes after every step."""
+    counted = None
+    stated = float(stated_bytes) / max(1, len(steps))
+    if len(wire) > 1:
+        stated = (wire[-1][0] - wire[0][0]) / (len(wire) - 1)
+        if wire[0][1] >= 0:
+            counted = (wire[-1][1] - wire[0][1]) / (len(wire) - 1)
+    return SessionReport(
+        strategy=strategy.name,
+        num_ranks=num_ranks,
+        num_steps=len(steps),
+        breakdown=breakdown_of(steps),
+        stated_bytes_per_step=stated,
+        wire_bytes_per_step=counted,
+        residual_norm=residual_norm,
+        residual_bytes=residual_bytes,
+        buckets=tuple(_bucket_report([t for t in buckets if t.bucket == index]) for index in _indices(buckets)),
+    )
+
+
+def _indices(buckets: Sequence[BucketTimes]) -> list[int]:
+    return sorted({times.bucket for times in buckets})
+
+
+def _bucket_report(times: list[BucketTimes]) -> BucketReport:
+    newest = [t for t in times if (t.num_bytes, t.stages) == (times[-1].num_bytes, times[-1].stages)]
+    stages: dict[str, list[float]] = {name: [] for name in newest[-1].stages}
+    wires = []
+    for entry in newest:
+        ends = [entry.queued_s, *entry.times_s]
+        spans = [after - before for before, after in pairwise(ends)]
+        for name, span in zip(entry.stages, spans[0::2], strict=True):
+            stages[name].append(span)
+        wires.append(sum(spans[1::2]))
+    return BucketReport(
+        bucket=newest[-1].bucket,
+        num_bytes=newest[-1].num_bytes,
+        stages_s={name: median(spans) for name, spans in stages.items()},
+        wire_s=median(wires),
+        total_s=median(entry.times_s[-1] - entry.queued_s for entry in newest),
+    )
