@@ -339,6 +339,7 @@ def start_session(
     strategy: Strategy,
     *,
     is_silent: bool = False,
+    is_inert: bool = False,
 ) -> Session:
     """Make and register a session. Raises UsageError where the model cannot take one."""
     if not isinstance(ddp, DistributedDataParallel):

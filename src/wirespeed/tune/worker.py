@@ -48,8 +48,8 @@ class Run:
 
     def patch(self) -> None:
         """Wrap DDP's constructor and ``Tensor.backward``."""
-        construct = DistributedDataParallel.__init__
-        backward = torch.Tensor.backward
+        construct: Any = DistributedDataParallel.__init__
+        backward: Any = torch.Tensor.backward
 
         def wrapped_construct(ddp: Any, *args: Any, **kwargs: Any) -> None:
             construct(ddp, *args, **kwargs)
@@ -60,8 +60,10 @@ class Run:
                 self._losses.append((self.session.clock.num_steps + 1, tensor.detach()))
             return backward(tensor, *args, **kwargs)
 
-        DistributedDataParallel.__init__ = wrapped_construct  # type: ignore[method-assign]
-        torch.Tensor.backward = wrapped_backward  # type: ignore[method-assign]
+        patched: Any = DistributedDataParallel
+        patched.__init__ = wrapped_construct
+        tensor_class: Any = torch.Tensor
+        tensor_class.backward = wrapped_backward
 
     def trace(self, *, error: str | None = None) -> RunTrace:
         """What to leave behind, however the script ended."""
@@ -164,7 +166,7 @@ def main(arguments: list[str]) -> int:
         code = end.code if isinstance(end.code, int) else (0 if end.code is None else 1)
         error = None if code == 0 else f"the script ended with exit code {code}"
         if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+            sys.stderr.write(f"{end.code}\n")
     except BaseException as fault:
         traceback.print_exc()
         code = fault.exit_code if isinstance(fault, WirespeedError) else 1
@@ -184,5 +186,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except WirespeedError as fault:
-        print(f"wirespeed: {fault}", file=sys.stderr)
+        sys.stderr.write(f"wirespeed: {fault}\n")
         sys.exit(fault.exit_code)
