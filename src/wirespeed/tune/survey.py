@@ -1,0 +1,93 @@
+"""Survey the network and the codecs from inside a place: ``python -m wirespeed.tune.survey FOLDER``, one rank.
+
+Links first (no torch), then the collectives that strategies need, then every codec on all ranks at once, so that cores
+which ranks share are shared in the figures too. Rank 0 leaves the Records in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from wirespeed import launch, records
+from wirespeed.errors import WirespeedError
+from wirespeed.measure.collectives import measure_collectives
+from wirespeed.measure.links import measure_links
+from wirespeed.records import Collective
+from wirespeed.spec.strategy import CODECS, Strategy
+from wirespeed.train.speed import measure_codecs
+from wirespeed.units import KIB, MIB
+
+LINKS = "links.json"
+COLLECTIVES = "collectives.json"
+CODECS_FILE = "codecs.json"
+
+
+class SurveyPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure. ``num_elements``: of the largest bucket that matters; times bound each part."""
+
+    strategies: tuple[str, ...]
+    collectives_s: float = 25.0
+    codecs_s: float = 10.0
+    links_s: float = 10.0
+    sizes_bytes: tuple[int, ...] = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
+    codec_sizes_bytes: tuple[int, ...] = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
+
+
+def needed_collectives(strategies: list[Strategy]) -> tuple[Collective, ...]:
+    """The collectives that these strategies use."""
+    names: dict[Collective, None] = {"all_reduce": None}
+    for strategy in strategies:
+        names.update(dict.fromkeys(t.collective for t in strategy.transfers(1024, 2)))
+    return tuple(names)
+
+
+def default_strategies() -> tuple[Strategy, ...]:
+    """One of each codec, and the top-k ratios that are worth a look."""
+    ratios = (0.01, 0.02, 0.05, 0.1)
+    return tuple(Strategy(codec=c) for c in CODECS if c != "topk") + tuple(
+        Strategy(codec="topk", ratio=ratio) for ratio in ratios
+    )
+
+
+def main(folder: Path) -> int:
+    """Measure what ``plan.json`` in the folder asks for."""
+    plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=SurveyPlan)
+    strategies = [Strategy.parse(name) for name in plan.strategies]
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    ranks = launch.ranks()
+    links = measure_links(ranks, deadline_s=plan.links_s)
+    if links is not None:
+        records.write(folder / LINKS, links)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    measured = measure_collectives(
+        collectives=needed_collectives(strategies), sizes_bytes=plan.sizes_bytes, deadline_s=plan.collectives_s
+    )
+    if measured is not None:
+        records.write(folder / COLLECTIVES, measured)
+    dist.barrier()
+    codecs = measure_codecs(
+        strategies,
+        plan.codec_sizes_bytes,
+        num_ranks=ranks.world_size,
+        concurrent=ranks.world_size,
+        deadline_s=plan.codecs_s,
+    )
+    if ranks.rank == 0:
+        records.write(folder / CODECS_FILE, codecs)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(Path(sys.argv[1])))
+    except WirespeedError as fault:
+        sys.stderr.write(f"wirespeed: {fault}\n")
+        sys.exit(fault.exit_code)
