@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
+from wirespeed.cli import tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -29,6 +30,12 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"wirespeed {wirespeed.__version__}")
         raise typer.Exit
+
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+app.command("tune", context_settings=_PASS_ON)(tune.tune)
+app.command("profile", context_settings=_PASS_ON)(tune.profile)
 
 
 @app.callback()

@@ -125,8 +125,8 @@ def choose(
 ) -> tuple[tuple[StrategyOutcome, ...], str, str]:
     """Mark the best strategy within ``fidelity``. Gives the outcomes with verdicts, the chosen name, and why.
 
-    The first outcome is the baseline. With a loss, the score is the time to the baseline's final loss; without one it is
-    the step time, and nothing below ``half`` is considered.
+    The first outcome is the baseline. With a loss, the score is the time to the baseline's final loss; without one it
+    is the step time, and nothing below ``half`` is considered.
     """
     baseline = outcomes[0]
     base = _score(baseline, kind)

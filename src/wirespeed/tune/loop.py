@@ -97,7 +97,7 @@ class Tuning:
 
     def run(self) -> TuneRecord:
         """All phases. On an interruption ``record()`` still tells what was measured."""
-        self.check_script()
+        self.check_script_of(self.options)
         self.survey()
         self.probe()
         self.predict()
@@ -107,11 +107,12 @@ class Tuning:
         self.is_complete = True
         return self.record()
 
-    def check_script(self) -> None:
+    @staticmethod
+    def check_script_of(options: TuneOptions) -> None:
         """Raise UsageError where there is no script to run."""
-        script = Path(self.options.script)
+        script = Path(options.script)
         if not script.is_file():
-            raise UsageError(f"no script at {self.options.script!r}", expected="the path of a Python training script")
+            raise UsageError(f"no script at {options.script!r}", expected="the path of a Python training script")
 
     def survey(self) -> None:
         """Measure links, collectives and codecs, and fit the fabric."""
@@ -319,8 +320,10 @@ class Tuning:
 
 
 def candidates(predictions: Sequence[Prediction], wanted: tuple[Strategy, ...] | None) -> list[Prediction]:
-    """Which strategies to run: those the user named; else the best of each codec (and top-k ratio) that promises more
-    than the margin, best first. What is predicted slower than dense is not worth its run.
+    """Which strategies to run, the best predicted first.
+
+    Those that the user named; else the best of each codec (and top-k ratio) that promises more than the margin. What is
+    predicted no faster than dense is not worth its run.
     """
     baseline, others = predictions[0], predictions[1:]
     if wanted is not None:

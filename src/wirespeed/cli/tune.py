@@ -1,0 +1,269 @@
+"""`wirespeed tune` and `wirespeed profile`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
+
+from wirespeed.errors import UsageError, WirespeedError
+from wirespeed.spec.strategy import FIDELITIES, Fidelity, Strategy
+from wirespeed.units import format_duration, format_rate, parse_duration
+
+if TYPE_CHECKING:
+    from wirespeed.spec.comparison import TuneRecord
+    from wirespeed.tune.loop import TuneOptions
+    from wirespeed.tune.places import Place
+
+_Script = Annotated[
+    str, typer.Argument(help="A training script that uses DistributedDataParallel. Its arguments follow.")
+]
+_Lab = Annotated[
+    str | None,
+    typer.Option(
+        "--lab", help="Run in a virtual cluster, such as 4x1gbit. Without it: under torchrun or srun, all ranks."
+    ),
+]
+_Out = Annotated[Path, typer.Option("--out", help="Folder for records, report and strategy.toml.")]
+_Steps = Annotated[
+    int, typer.Option("--steps", min=6, help="Optimizer steps per run (fewer when the budget is short).")
+]
+_Budget = Annotated[str, typer.Option("--budget", help="Time for everything, such as 5m.")]
+_Seed = Annotated[int, typer.Option("--seed", help="Seed of every run.")]
+_Stall = Annotated[str, typer.Option("--stall-timeout", help="Give a run up when no step ends within this.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the Record as JSON on stdout.")]
+
+
+def tune(
+    context: typer.Context,
+    script: _Script,
+    lab: _Lab = None,
+    fidelity: Annotated[
+        str, typer.Option("--fidelity", help="How far a chosen strategy may go: exact, half, compressed or lossy.")
+    ] = "half",
+    strategies: Annotated[
+        str | None, typer.Option("--strategies", help="Run these, comma-separated, instead of the promising ones.")
+    ] = None,
+    steps: _Steps = 120,
+    budget: _Budget = "5m",
+    seed: _Seed = 0,
+    out: _Out = Path("out/tune"),
+    stall_timeout: _Stall = "90s",
+    as_json: _Json = False,
+) -> int:
+    """Make a training script's gradient exchange fast: measure, predict, try, compare, choose.
+
+    Runs SCRIPT as it is (dense), measures the network, predicts every strategy, runs the promising ones from the same
+    seed, and prints step time, exposed communication, bytes and loss of each, prediction beside measurement.
+
+    [bold]Examples[/bold]
+
+      wirespeed tune examples/char_gpt.py --lab 4x1gbit --fidelity compressed
+
+      wirespeed tune --lab 8x200mbit --budget 10m train.py --batch-size 64
+
+      torchrun --nnodes 4 --nproc-per-node 1 ... -m wirespeed tune train.py
+    """
+    from wirespeed.tune.loop import TuneOptions
+
+    if fidelity not in FIDELITIES:
+        raise UsageError(f"got --fidelity {fidelity!r}", expected=f"one of {', '.join(get_args(Fidelity))}")
+    named = None
+    if strategies is not None:
+        named = tuple(Strategy.parse(part) for part in strategies.split(",") if part.strip())
+        if not named:
+            raise UsageError(f"got --strategies {strategies!r}", expected="at least one, such as int8,topk@1%")
+    options = TuneOptions(
+        script=script,
+        arguments=tuple(context.args),
+        fidelity=cast("Fidelity", fidelity),
+        budget_s=_seconds(budget, "--budget"),
+        num_steps=steps,
+        seed=seed,
+        out=out,
+        strategies=named,
+        stall_timeout_s=_seconds(stall_timeout, "--stall-timeout"),
+    )
+    return _run(options, lab, as_json=as_json)
+
+
+def profile(
+    context: typer.Context,
+    script: _Script,
+    lab: _Lab = None,
+    steps: _Steps = 40,
+    budget: _Budget = "3m",
+    seed: _Seed = 0,
+    out: _Out = Path("out/profile"),
+    stall_timeout: _Stall = "90s",
+    as_json: _Json = False,
+) -> int:
+    """Where does my step go? Runs SCRIPT as it is, splits its step, and predicts what strategies would give.
+
+    [bold]Example[/bold]
+
+      wirespeed profile --lab 4x1gbit examples/char_gpt.py
+    """
+    from wirespeed.tune.loop import TuneOptions
+
+    options = TuneOptions(
+        script=script,
+        arguments=tuple(context.args),
+        fidelity="lossy",
+        budget_s=_seconds(budget, "--budget"),
+        num_steps=steps,
+        seed=seed,
+        out=out,
+        stall_timeout_s=_seconds(stall_timeout, "--stall-timeout"),
+        profile_only=True,
+    )
+    return _run(options, lab, as_json=as_json)
+
+
+def _seconds(text: str, option: str) -> float:
+    seconds = parse_duration(text)
+    if seconds <= 0:
+        raise UsageError(f"got {option} {text!r}", expected="a time above zero")
+    return seconds
+
+
+def _run(options: TuneOptions, lab: str | None, *, as_json: bool) -> int:
+    from wirespeed.tune.loop import Tuning
+
+    Tuning.check_script_of(options)
+    with Display() as display:
+        place = _find_place(lab, display)
+        tuning = Tuning(options=options, place=place, progress=display)
+        if not place.is_shaped:
+            tuning.warnings.append(f"the network was {place.description}")
+        failure: BaseException | None = None
+        try:
+            tuning.run()
+        except (WirespeedError, KeyboardInterrupt) as fault:
+            failure = fault
+        finally:
+            display.phase("taking down what was set up")
+            place.close()
+    if failure is not None and not tuning.outcomes:
+        raise failure
+    record = tuning.record()
+    tuning.write(record)
+    _show(record, options, as_json=as_json)
+    if failure is not None:
+        print(f"wirespeed: ended early, what was measured is kept in {options.out}", file=sys.stderr)
+        raise failure
+    return 0
+
+
+def _show(record: TuneRecord, options: TuneOptions, *, as_json: bool) -> None:
+    from wirespeed import records
+    from wirespeed.report.html import write_report
+    from wirespeed.report.tables import comparison_table
+
+    write_report(options.out / "report.html", record)
+    if as_json:
+        sys.stdout.write(records.to_json(record).decode())
+        return
+    from rich.console import Console
+
+    console = Console()
+    link = record.fabric.link_bit_per_s
+    rate = "unknown" if link is None else format_rate(link)
+    console.print(
+        f"{record.script} on {record.fabric.description}, {record.fabric.num_ranks} ranks, link {rate} measured"
+    )
+    console.print(comparison_table(record))
+    console.print(record.reason)
+    for warning in record.warnings:
+        console.print(f"note: {warning}", style="yellow", markup=False)
+    console.print(
+        f'report: {options.out / "report.html"}   use it: attach(..., strategy="{options.out / "strategy.toml"}")'
+    )
+
+
+def _find_place(lab: str | None, display: Display) -> Place:
+    from wirespeed import launch
+    from wirespeed.tune.places import LabPlace, LoopbackPlace
+
+    if lab is None:
+        if launch.is_launched():
+            from wirespeed.tune.spmd import join_as_rank
+
+            return join_as_rank()
+        raise UsageError(
+            "got neither --lab nor a launcher's variables",
+            expected="--lab HOSTSxRATE, or a start by torchrun, srun or mpirun",
+            hint="on one machine: wirespeed tune --lab 4x1gbit SCRIPT",
+        )
+    from wirespeed.lab import Lab, LabSpec, why_unavailable
+
+    spec = LabSpec.parse(lab)
+    missing = why_unavailable()
+    if missing is not None:
+        display.note(f"no virtual cluster here ({missing}): running unshaped on loopback, so the network is NOT {lab}")
+        return LoopbackPlace(spec.hosts, why=missing)
+    display.phase(f"building a lab of {spec.hosts} hosts at {format_rate(spec.rate_bit_per_s)}")
+    made = Lab(spec)
+    made.up()
+    return LabPlace(made)
+
+
+class Display:
+    """Progress on stderr: a bar on a terminal, a line per phase elsewhere."""
+
+    def __init__(self) -> None:
+        self._progress: Any = None
+        self._task: Any = None
+        self._began_s = time.monotonic()
+
+    def __enter__(self) -> Display:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                SpinnerColumn,
+                TextColumn,
+                TimeElapsedColumn,
+            )
+
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def phase(self, text: str, *, total: int | None = None) -> None:
+        """See ``tune.loop.Progress``."""
+        if self._progress is None:
+            print(f"[{format_duration(time.monotonic() - self._began_s)}] {text}", file=sys.stderr, flush=True)
+            return
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(text, total=total)
+
+    def advance(self, step: int) -> None:
+        """See ``tune.loop.Progress``."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step)
+
+    def note(self, text: str) -> None:
+        """See ``tune.loop.Progress``."""
+        if self._progress is None:
+            print(f"wirespeed: {text}", file=sys.stderr, flush=True)
+        else:
+            self._progress.console.print(text, style="yellow", markup=False)
