@@ -32,7 +32,8 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+# Options of ours may stand before or after the script; what we do not know is the script's, and so is all after "--".
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command("tune", context_settings=_PASS_ON)(tune.tune)
 app.command("profile", context_settings=_PASS_ON)(tune.profile)

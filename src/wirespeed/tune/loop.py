@@ -32,7 +32,7 @@ from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.train.report import breakdown_of, mean_breakdown
 from wirespeed.train.trace import RunDirective, RunTrace, decode_trace, write_directive
 from wirespeed.tune import compare, survey
-from wirespeed.tune.places import Place, RunEnd, Watch, worker_command
+from wirespeed.tune.places import LOG, Place, RunEnd, Watch, worker_command
 
 PROBE_STEPS = 14
 MIN_STEPS = 20
@@ -129,13 +129,13 @@ class Tuning:
         end = self.place.run(
             worker_command("wirespeed.tune.survey", str(folder)),
             env={},
-            log=folder / "log.txt",
+            folder=folder,
             watch=None,
             timeout_s=2 * (plan.collectives_s + plan.codecs_s + plan.links_s) + 60,
         )
         if end.returncode != 0:
             raise PeerFailure(
-                f"measuring the network failed: {end.reason or _last_words(end)}", hint=f"see {folder / 'log.txt'}"
+                f"measuring the network failed: {end.reason or _last_words(end)}", hint=f"see {folder / LOG}"
             )
         self.links = records.read(folder / survey.LINKS, LinksRecord)
         collectives = records.read(folder / survey.COLLECTIVES, CollectivesRecord)
@@ -269,7 +269,7 @@ class Tuning:
         for rank in range(self.place.num_ranks):
             directive.trace_path(rank).unlink(missing_ok=True)
             directive.heartbeat_path(rank).unlink(missing_ok=True)
-        log = Path(directive.folder) / "log.txt"
+        log = Path(directive.folder) / LOG
         watch = Watch(
             directive.heartbeat_path,
             self.place.num_ranks,
@@ -280,7 +280,7 @@ class Tuning:
         end = self.place.run(
             worker_command("wirespeed.tune.worker", options.script, *options.arguments),
             env={"WIRESPEED_RUN": str(path.resolve()), "PYTHONHASHSEED": str(options.seed)},
-            log=log,
+            folder=Path(directive.folder),
             watch=watch,
             timeout_s=max(600.0, 4 * options.budget_s),
         )

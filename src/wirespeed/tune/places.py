@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from wirespeed.lab import Lab
 
+LOG = "log.txt"
 TAIL_LINES = 40
 GRACE_S = 3.0
 
@@ -59,7 +60,7 @@ class Watch:
 
     def check(self) -> str | None:
         """Look once. A text when the run has to be given up."""
-        step = min((_read_step(path) for path in self._paths), default=0)
+        step = min((read_step(path) for path in self._paths), default=0)
         now = time.monotonic()
         if step > self._last:
             if step > 0 and self._on_progress is not None:
@@ -68,14 +69,15 @@ class Watch:
         limit_s = self._start_timeout_s if self._last <= 0 else self._stall_timeout_s
         if now - self._moved_s <= limit_s:
             return None
-        slowest = [rank for rank, path in enumerate(self._paths) if _read_step(path) <= self._last]
+        slowest = [rank for rank, path in enumerate(self._paths) if read_step(path) <= self._last]
         ranks = ", ".join(str(rank) for rank in slowest[:8])
         if self._last <= 0:
             return f"no optimizer step within {limit_s:.0f} s (rank {ranks})"
         return f"no progress for {limit_s:.0f} s after step {self._last} (rank {ranks} behind)"
 
 
-def _read_step(path: Path) -> int:
+def read_step(path: Path) -> int:
+    """The step number in a heartbeat file; 0 when there is none yet."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -95,9 +97,12 @@ class Place(Protocol):
     is_shaped: bool
 
     def run(
-        self, command: Sequence[str], *, env: Mapping[str, str], log: Path, watch: Watch | None, timeout_s: float
+        self, command: Sequence[str], *, env: Mapping[str, str], folder: Path, watch: Watch | None, timeout_s: float
     ) -> RunEnd:
-        """Run to the end, or until the watch or ``timeout_s`` gives it up."""
+        """Run to the end, or until the watch or ``timeout_s`` gives it up.
+
+        ``folder`` holds what the ranks read and takes what they write, and the log of their output.
+        """
         ...
 
     def close(self) -> None:
@@ -105,7 +110,7 @@ class Place(Protocol):
         ...
 
 
-class _Tails:
+class Tails:
     """Writes every rank's lines to a log and keeps the last ones."""
 
     def __init__(self, log: Path, num_ranks: int) -> None:
@@ -142,10 +147,10 @@ class LabPlace:
         self.cpus_per_rank: float | None = len(os.sched_getaffinity(0)) / self.num_ranks
 
     def run(
-        self, command: Sequence[str], *, env: Mapping[str, str], log: Path, watch: Watch | None, timeout_s: float
+        self, command: Sequence[str], *, env: Mapping[str, str], folder: Path, watch: Watch | None, timeout_s: float
     ) -> RunEnd:
         """See ``Place``. The lab ends the other ranks when one fails."""
-        tails = _Tails(log, self.num_ranks)
+        tails = Tails(folder / LOG, self.num_ranks)
         given_up: list[str] = []
         ended = threading.Event()
 
@@ -196,13 +201,13 @@ class LoopbackPlace:
         self.cpus_per_rank: float | None = len(os.sched_getaffinity(0)) / num_ranks
 
     def run(
-        self, command: Sequence[str], *, env: Mapping[str, str], log: Path, watch: Watch | None, timeout_s: float
+        self, command: Sequence[str], *, env: Mapping[str, str], folder: Path, watch: Watch | None, timeout_s: float
     ) -> RunEnd:
         """See ``Place``."""
-        tails = _Tails(log, self.num_ranks)
-        port = _free_port()
+        tails = Tails(folder / LOG, self.num_ranks)
+        port = free_port()
         processes = [
-            _start(
+            start(
                 command,
                 {
                     **env,
@@ -229,7 +234,7 @@ class LoopbackPlace:
 
 def follow(
     processes: list[subprocess.Popen[str]],
-    tails: _Tails,
+    tails: Tails,
     *,
     first_rank: int,
     watch: Watch | None,
@@ -269,7 +274,8 @@ def follow(
     return end
 
 
-def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start one rank in a session of its own, output joined in one pipe."""
     return subprocess.Popen(
         list(command),
         env={**os.environ, **env, "PYTHONUNBUFFERED": "1"},
@@ -282,7 +288,7 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[s
     )
 
 
-def _drain(process: subprocess.Popen[str], tails: _Tails, rank: int) -> None:
+def _drain(process: subprocess.Popen[str], tails: Tails, rank: int) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         tails.add(rank, "stdout", line.rstrip("\n"))
@@ -306,9 +312,10 @@ def stop(processes: Sequence[subprocess.Popen[str]]) -> None:
                 continue
 
 
-def _free_port() -> int:
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that is free on an address of this host at this moment."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
