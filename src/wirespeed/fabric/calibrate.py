@@ -2,8 +2,8 @@
 
 Per collective, layout and size the median of all runs of all records is taken, so neither the order of the records nor
 one slow run matters. A host's rate is the best median goodput it reached with any peer, in its weaker direction: a
-bound that is a little high is safe, one that is too low would reject true measurements. Assumes that all records come from
-the same network under the same load; nothing in a record can prove that.
+bound that is a little high is safe, one that is too low would reject true measurements. Assumes that all records come
+from the same network under the same load; nothing in a record can prove that.
 """
 
 from __future__ import annotations
