@@ -37,12 +37,11 @@ def shape_of(rate_bit_per_s: float) -> Shape:
     three frames. The queue holds 50 ms, as a switch with deep buffers does.
     """
     rate = round(rate_bit_per_s / 8)
-    import os
-    burst = max(rate * float(os.environ.get('XB','262'))*1e-6, min(16384.0, rate * 1311e-6), 3 * _FRAME_BYTES)
+    burst = max(rate * 262e-6, min(16384.0, rate * 1311e-6), 3 * _FRAME_BYTES)
     return Shape(
         rate_bytes_per_s=rate,
         burst_bytes=int(burst),
-        segment_bytes=min(int(os.environ.get('XG','16384')), int(burst)),
+        segment_bytes=min(16384, int(burst)),
         queue_bytes=int(max(rate * QUEUE_S, MIN_QUEUE_BYTES)),
     )
 
