@@ -1,0 +1,81 @@
+"""Faults of a running lab: a pulled cable, a slow link, two hosts that do not hear each other, and their repair."""
+
+from __future__ import annotations
+
+from wirespeed.errors import UsageError
+from wirespeed.lab import layout
+from wirespeed.lab.control import FaultKind, HostStatus
+from wirespeed.lab.wiring import Link, Wiring
+
+
+class Faults:
+    """The faults of one lab, applied to its wiring. Applying one twice is the same as once."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+        self._down: set[str] = set()
+        self._partitions: set[frozenset[str]] = set()
+
+    def link(self, host: str) -> Link:
+        """The link of a host, or UsageError."""
+        link = self._wiring.links.get(host)
+        if link is None:
+            last = len(self._wiring.links) - 1
+            raise UsageError(f"got host {host!r}", expected="h0" if last == 0 else f"one of h0 to h{last}")
+        return link
+
+    def apply(self, host: str, kind: FaultKind, rate_bit_per_s: float | None, other: str | None) -> None:
+        """Apply one fault. ``up`` undoes ``down``; ``heal`` undoes everything that was done to the host."""
+        self.link(host)
+        if (kind == "rate") != (rate_bit_per_s is not None):
+            raise UsageError(
+                f"got fault {kind!r} and rate {rate_bit_per_s}", expected="a rate with `rate` only"
+            )
+        if (kind == "partition") != (other is not None):
+            raise UsageError(
+                f"got fault {kind!r} and other host {other}", expected="another host with `partition` only"
+            )
+        if kind in ("down", "up"):
+            self._set_link(host, up=kind == "up")
+        elif rate_bit_per_s is not None:
+            layout.check_rate("rate", rate_bit_per_s)
+            self._wiring.set_rate(host, rate_bit_per_s)
+        elif other is not None:
+            self.link(other)
+            if other == host:
+                raise UsageError(f"got a partition of {host} from itself", expected="two hosts")
+            self._wiring.set_partition(host, other, cut=True)
+            self._partitions.add(frozenset((host, other)))
+        else:
+            self._heal(host)
+
+    def _set_link(self, host: str, *, up: bool) -> None:
+        self._wiring.set_link(host, up=up)
+        if up:
+            self._down.discard(host)
+        else:
+            self._down.add(host)
+
+    def _heal(self, host: str) -> None:
+        self._set_link(host, up=True)
+        self._wiring.set_rate(host, self._wiring.spec.rate_bit_per_s)
+        for pair in [pair for pair in self._partitions if host in pair]:
+            one, two = sorted(pair)
+            self._wiring.set_partition(one, two, cut=False)
+            self._partitions.remove(pair)
+
+    def host_status(self, host: str, processes: tuple[int, ...]) -> HostStatus:
+        """A host with its faults; the rates are read back from the kernel."""
+        link = self._wiring.links[host]
+        sends, receives = self._wiring.read_rates(host)
+        apart = [next(iter(pair - {host})) for pair in self._partitions if host in pair]
+        return HostStatus(
+            name=host,
+            rack=link.host.rack,
+            address=link.host.address,
+            is_up=host not in self._down,
+            sends_bit_per_s=sends,
+            receives_bit_per_s=receives,
+            partitioned_from=tuple(sorted(apart)),
+            processes=processes,
+        )

@@ -1,0 +1,102 @@
+"""Give a link a rate: tbf on a device, its burst and segment sizes, and the check that the kernel has taken them.
+
+Measured on kernel 6.18 (veth, bridge, 2 cores): with segments of at most 16 KiB handed to the shaper, a burst of
+262 us of the rate is exact at 1 Gbit/s while a 128 KiB message still takes its time on the wire; larger bursts let whole
+messages pass unshaped, smaller ones lose up to 40 % to late timers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from wirespeed import units
+from wirespeed.errors import InternalError, MissingCapability
+
+ROOT_HANDLE = 0x10000
+NETEM_HANDLE = 0x20000
+QUEUE_S = 0.05
+MIN_QUEUE_BYTES = 128 * 1024
+_FRAME_BYTES = 1514
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of one shaper. All sizes count the Ethernet header."""
+
+    rate_bytes_per_s: int
+    burst_bytes: int
+    segment_bytes: int
+    queue_bytes: int
+
+
+def shape_of(rate_bit_per_s: float) -> Shape:
+    """Burst, largest segment and queue for a rate.
+
+    262 us of the rate as the burst, but 16 KiB down to 100 Mbit/s and 1.3 ms of the rate below, never under
+    three frames. The queue holds 50 ms, as a switch with deep buffers does.
+    """
+    rate = round(rate_bit_per_s / 8)
+    burst = max(rate * 262e-6, min(16384.0, rate * 1311e-6), 3 * _FRAME_BYTES)
+    return Shape(
+        rate_bytes_per_s=rate,
+        burst_bytes=int(burst),
+        segment_bytes=min(16384, int(burst)),
+        queue_bytes=int(max(rate * QUEUE_S, MIN_QUEUE_BYTES)),
+    )
+
+
+def set_rate(netlink: Any, device: int, rate_bit_per_s: float, *, change: bool = False) -> None:
+    """Shape what leaves ``device`` (an index in ``netlink``'s namespace), then read the rate back and compare."""
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    shape = shape_of(rate_bit_per_s)
+    try:
+        netlink.tc(
+            "change" if change else "add",
+            "tbf",
+            device,
+            ROOT_HANDLE,
+            rate=shape.rate_bytes_per_s,
+            burst=shape.burst_bytes,
+            limit=shape.queue_bytes,
+        )
+        netlink.link("set", index=device, gso_max_size=shape.segment_bytes)
+    except NetlinkError as error:
+        raise MissingCapability(
+            f"the kernel refused the shaper tbf: {error}",
+            hint="load it with: modprobe sch_tbf (CONFIG_NET_SCH_TBF)",
+        ) from None
+    got = read_rate(netlink, device)
+    if got is None or abs(got - shape.rate_bytes_per_s * 8) > 8:
+        seen = "no shaper" if got is None else units.format_rate(got)
+        raise InternalError(f"a link reads back {seen}", expected=units.format_rate(rate_bit_per_s))
+
+
+def read_rate(netlink: Any, device: int) -> float | None:
+    """The rate in bit/s that the kernel applies to what leaves ``device``, or None where nothing shapes it."""
+    for qdisc in netlink.get_qdiscs(device):
+        if qdisc.get_attr("TCA_KIND") == "tbf":
+            return float(qdisc.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"] * 8)
+    return None
+
+
+def add_netem(netlink: Any, device: int, *, delay_s: float, loss: float, rate_bit_per_s: float) -> bool:
+    """Put netem under the shaper of ``device``. False where this kernel does not have it."""
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    frames_in_flight = int((delay_s + QUEUE_S) * rate_bit_per_s / 8 / _FRAME_BYTES)
+    try:
+        netlink.tc(
+            "add",
+            "netem",
+            device,
+            NETEM_HANDLE,
+            parent=ROOT_HANDLE + 1,
+            delay=round(delay_s * 1e6),
+            loss=loss * 100,
+            limit=max(1000, 2 * frames_in_flight),
+        )
+    except NetlinkError:
+        return False
+    return any(qdisc.get_attr("TCA_KIND") == "netem" for qdisc in netlink.get_qdiscs(device))

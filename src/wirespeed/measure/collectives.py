@@ -1,0 +1,368 @@
+"""Time torch.distributed collectives, and check the results of the very runs that are timed.
+
+Every run fills its buffers with small whole numbers that depend on rank and run, meets the other ranks, is timed, and
+is then checked element by element outside the timed region; the time of a run is that of its slowest rank. Ranks leave
+the meeting a few tens of microseconds apart, which small sizes include. Sizes ascend over all collectives: a deadline
+costs the largest sizes first, and the record's notes say what was left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import get_args
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wirespeed.errors import MissingCapability, PeerFailure, UsageError
+from wirespeed.measure.environment import capture, host_name
+from wirespeed.measure.stats import median
+from wirespeed.records import Collective, CollectiveSample, CollectivesRecord
+from wirespeed.system import System
+from wirespeed.units import KIB, format_duration, format_size
+
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+SIZES_BYTES = tuple(KIB * 4**i for i in range(10))
+"""1 KiB to 256 MiB, by fours."""
+MIN_RUNS = 3
+CASE_BUDGET_S = 2.0
+"""Timed seconds per collective and size: large sizes get fewer runs, never under three."""
+_TILE = 2**20
+"""Elements of the test pattern; it is repeated, so that checking 256 MiB needs no second buffer of that size."""
+_IDENTITY_BYTES = 1024
+# torch 2.13 renamed these two and warns about the old names.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_NETWORK_FAULT = re.compile(r"(?i)connect|peer|timed? ?out|socket|broken pipe|network|store|unreachable|nccl")
+
+
+def measure_collectives(
+    *,
+    collectives: Sequence[Collective] = COLLECTIVES,
+    sizes_bytes: Sequence[int] = SIZES_BYTES,
+    repeats: int = 20,
+    warmup: int = 2,
+    deadline_s: float = 120.0,
+    timeout_s: float = 60.0,
+    backend: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> CollectivesRecord | None:
+    """Measure on the default process group, or on one made from the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+
+    Returns the record on rank 0 and None elsewhere. ``deadline_s`` bounds the whole measurement: sizes that would pass
+    it are skipped and noted. ``timeout_s`` bounds each wait for a peer in a group made here. ``backend`` None means
+    nccl where every rank of the host has a GPU of its own, else gloo. Raises PeerFailure when a peer does not answer.
+    """
+    _check_arguments(collectives, sizes_bytes, repeats, warmup)
+    with _mapped_faults(), _process_group(backend, timeout_s) as settings:
+        group = _Group()
+        notes = [*settings, *group.notes]
+        with _intra_op_threads(max(1, math.floor(group.cpus_per_rank))):
+            samples = _sweep(group, collectives, sizes_bytes, repeats, warmup, deadline_s, progress, notes)
+        if group.rank != 0:
+            return None
+        return CollectivesRecord(
+            environment=capture(),
+            backend=group.backend,
+            num_ranks=group.num_ranks,
+            ranks_per_host=group.ranks_per_host,
+            cpus_per_rank=group.cpus_per_rank,
+            samples=tuple(samples),
+            notes=tuple(notes),
+        )
+
+
+def _check_arguments(collectives: Sequence[str], sizes_bytes: Sequence[int], repeats: int, warmup: int) -> None:
+    unknown = [name for name in collectives if name not in COLLECTIVES]
+    if unknown or not collectives:
+        raise UsageError(f"got collectives {list(collectives)}", expected=f"some of {', '.join(COLLECTIVES)}")
+    if not sizes_bytes or min(sizes_bytes) < 1:
+        raise UsageError(f"got sizes {list(sizes_bytes)}", expected="at least one, each 1 byte or more")
+    if repeats < MIN_RUNS or warmup < 1:
+        raise UsageError(f"got {repeats} runs after {warmup}", expected=f"{MIN_RUNS} or more after at least one")
+
+
+@contextlib.contextmanager
+def _mapped_faults() -> Iterator[None]:
+    """The one seam where torch's errors become wirespeed's."""
+    try:
+        yield
+    except RuntimeError as fault:
+        text = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
+        if "allocate memory" in text or "out of memory" in text:
+            raise MissingCapability(f"out of memory: {text}", hint="leave out the largest sizes") from fault
+        if isinstance(fault, dist.DistError) or _NETWORK_FAULT.search(text):
+            raise PeerFailure(f"a collective failed: {text}", hint="see which rank ended first") from fault
+        raise
+
+
+@contextlib.contextmanager
+def _process_group(backend: str | None, timeout_s: float) -> Iterator[list[str]]:
+    """The default group where there is one, else a group made here and taken down again. Yields notes."""
+    if dist.is_initialized():
+        yield []
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"the environment lacks {', '.join(missing)}",
+            expected="a launcher: torchrun, srun, mpirun or `wirespeed lab run`",
+            hint="start the same command on every host with one of them",
+        )
+    if backend is None:
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= num_local else "gloo"
+    notes = []
+    if backend == "gloo" and prefer_batch_scheduling():
+        notes.append("scheduling policy SCHED_BATCH")
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield notes
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _intra_op_threads(count: int) -> Iterator[None]:
+    """No more of torch's threads than this rank has cores: idle ones spin after a fill and would slow the transfer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def prefer_batch_scheduling() -> bool:
+    """Ask for SCHED_BATCH: gloo's threads then preempt each other less (4 ranks on 2 cores: 1 KiB in 1.3 ms, not 4.4).
+
+    Threads started later inherit it, so it must be set before the process group is made. True where it took effect.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError:
+        return False
+    return True
+
+
+class _Group:
+    """The default process group: who is in it, and small agreements between its ranks."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
+        self.backend = dist.get_backend()
+        is_cuda = self.backend == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        self._meeting = torch.zeros(1, device=self.device)
+        self.notes: list[str] = []
+        identities = self._gather_identities()
+        per_host = Counter(host for host, _, _ in identities)
+        self.ranks_per_host = max(per_host.values())
+        if min(per_host.values()) != self.ranks_per_host:
+            self.notes.append(f"ranks per host differ: {dict(per_host)}")
+        cpus: dict[str, set[int]] = defaultdict(set)
+        for _, machine, allowed in identities:
+            cpus[machine].update(allowed)
+        per_machine = Counter(machine for _, machine, _ in identities)
+        # Hosts of a lab are one machine: their ranks share its cores, whatever each of them sees.
+        self.cpus_per_rank = min(len(cpus[machine]) / per_machine[machine] for machine in per_machine)
+        self.ranks_per_machine = max(per_machine.values())
+
+    def _gather_identities(self) -> list[tuple[str, str, list[int]]]:
+        machine = System().read_text("/proc/sys/kernel/random/boot_id") or host_name()
+        cpus = sorted(os.sched_getaffinity(0))[: _IDENTITY_BYTES // 8]
+        text = json.dumps([host_name()[:255], machine, cpus]).encode()
+        own = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
+        own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        every = torch.zeros(self.num_ranks * _IDENTITY_BYTES, dtype=torch.uint8, device=self.device)
+        _all_gather_single(every, own.to(self.device))
+        rows = every.cpu().view(self.num_ranks, _IDENTITY_BYTES)
+        return [tuple(json.loads(bytes(row.tolist()).rstrip(b"\0"))) for row in rows]
+
+    def meet(self) -> None:
+        """Wait until every rank is here. A one-element all_reduce: half the exit skew of gloo's own barrier."""
+        dist.all_reduce(self._meeting)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for the device; nothing to do on a CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def agree(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        """The values reduced over all ranks: the same on each, so decisions made of them are the same too."""
+        held = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(held, op=operation)
+        reduced: list[float] = held.tolist()
+        return reduced
+
+
+def _sweep(  # noqa: PLR0917
+    group: _Group,
+    collectives: Sequence[Collective],
+    sizes_bytes: Sequence[int],
+    repeats: int,
+    warmup: int,
+    deadline_s: float,
+    progress: Callable[[str], None] | None,
+    notes: list[str],
+) -> list[CollectiveSample]:
+    start_s = time.monotonic()
+    share = psutil.virtual_memory().available / (4 * group.ranks_per_machine)  # send and receive, and room for others
+    (memory_bytes,) = group.agree([share], dist.ReduceOp.MIN)
+    past: dict[Collective, list[tuple[int, float]]] = defaultdict(list)
+    samples = []
+    for size_bytes in sorted(set(sizes_bytes)):
+        for collective in collectives:
+            label = f"{collective} {format_size(size_bytes)}"
+            (elapsed_s,) = group.agree([time.monotonic() - start_s], dist.ReduceOp.MAX)
+            projected_s = _projected_s(past[collective], size_bytes) * (warmup + MIN_RUNS)
+            if size_bytes > memory_bytes:
+                notes.append(f"{label} skipped: a quarter of the free memory per rank is {format_size(memory_bytes)}")
+                continue
+            if elapsed_s + projected_s > deadline_s:
+                notes.append(
+                    f"{label} skipped: would take about {format_duration(projected_s)}, past {deadline_s:g} s in all"
+                )
+                continue
+            if progress is not None:
+                progress(label)
+            case = _Case(collective, size_bytes, group)
+            case_start_s = time.monotonic()
+            sample, num_runs = _time_case(case, group, repeats, warmup)
+            (wall_s,) = group.agree([time.monotonic() - case_start_s], dist.ReduceOp.MAX)
+            past[collective].append((size_bytes, wall_s / num_runs))
+            samples.append(sample)
+    return samples
+
+
+def _projected_s(past: Sequence[tuple[int, float]], size_bytes: int) -> float:
+    """Seconds of one run, by the marginal rate of the last two sizes; nothing is known before there are two."""
+    if len(past) < 2:
+        return past[0][1] if past else 0.0
+    (low, low_s), (high, high_s) = past[-2:]
+    return high_s + max(0.0, high_s - low_s) / (high - low) * (size_bytes - high)
+
+
+def _time_case(case: _Case, group: _Group, repeats: int, warmup: int) -> tuple[CollectiveSample, int]:
+    first_s = [_run(case, group, run)[0] for run in range(warmup)]
+    (estimate_s,) = group.agree([first_s[-1]], dist.ReduceOp.MAX)
+    count = max(MIN_RUNS, min(repeats, math.floor(CASE_BUDGET_S / max(estimate_s, 1e-9))))
+    runs = [_run(case, group, warmup + run) for run in range(count)]
+    times_s = group.agree([time_s for time_s, _, _ in runs], dist.ReduceOp.MAX)
+    (cpu_s,) = group.agree([median([cpu for _, cpu, _ in runs])], dist.ReduceOp.SUM)
+    (correct,) = group.agree([float(all(is_right for _, _, is_right in runs))], dist.ReduceOp.MIN)
+    sample = CollectiveSample(
+        collective=case.collective,
+        size_bytes=case.size_bytes,
+        times_s=tuple(times_s),
+        cpu_s=cpu_s / group.num_ranks,
+        is_correct=correct == 1.0,
+    )
+    return sample, warmup + count
+
+
+def _run(case: _Case, group: _Group, run: int) -> tuple[float, float, bool]:
+    """One run: seconds, CPU seconds of this process, and whether the result was right."""
+    case.fill(run)
+    group.meet()
+    cpu_start_s = time.process_time()
+    start_ns = time.monotonic_ns()
+    case.issue()
+    group.synchronize()
+    end_ns = time.monotonic_ns()
+    cpu_s = time.process_time() - cpu_start_s
+    return (end_ns - start_ns) / 1e9, cpu_s, case.is_right(run)
+
+
+class _Case:
+    """Buffers of one collective at one size; rounds the size down to whole elements per rank (at least one)."""
+
+    def __init__(self, collective: Collective, size_bytes: int, group: _Group) -> None:
+        self.collective = collective
+        self._rank, self._num_ranks, self._backend = group.rank, group.num_ranks, group.backend
+        is_sum = collective in ("all_reduce", "reduce_scatter")
+        dtype = torch.float32 if is_sum else torch.uint8
+        parts = self._num_ranks if collective in ("all_gather", "reduce_scatter", "all_to_all") else 1
+        self._part = max(1, size_bytes // (parts * dtype.itemsize))
+        self.size_bytes = parts * self._part * dtype.itemsize
+        # 17 and 251 are prime: a part that lands in another part's place does not fit.
+        length = min(_TILE, self._part)
+        self._tile = (torch.arange(length, device=group.device) % (17 if is_sum else 251)).to(dtype)
+        whole, part = (torch.zeros(n, dtype=dtype, device=group.device) for n in (parts * self._part, self._part))
+        self._send, self._receive = {
+            "all_reduce": (whole, whole),
+            "broadcast": (whole, whole),
+            "all_gather": (part, whole),
+            "reduce_scatter": (whole, part),
+            "all_to_all": (whole, torch.zeros_like(whole)),
+        }[collective]
+
+    def fill(self, run: int) -> None:
+        """Put this rank's numbers of this run into the send buffer, and spoil the receive buffer."""
+        if self._receive is not self._send:
+            self._receive.fill_(255)
+        for part in range(self._send.numel() // self._part):
+            self._write(self._send[part * self._part : (part + 1) * self._part], self._value(self._rank, part, run))
+
+    def issue(self) -> None:
+        """Run the collective to its end on the host's side."""
+        match self.collective:
+            case "all_reduce":
+                dist.all_reduce(self._send)
+            case "broadcast":
+                dist.broadcast(self._send, src=0)
+            case "all_gather":
+                _all_gather_single(self._receive, self._send)
+            case "reduce_scatter":
+                _reduce_scatter_single(self._receive, self._send)
+            case "all_to_all":
+                dist.all_to_all_single(self._receive, self._send)
+
+    def is_right(self, run: int) -> bool:
+        """Whether every element of the result is what it has to be."""
+        for part in range(self._receive.numel() // self._part):
+            held = self._receive[part * self._part : (part + 1) * self._part]
+            match self.collective:
+                case "all_reduce" | "reduce_scatter":
+                    mine = self._rank if self.collective == "reduce_scatter" else part
+                    total = sum(self._value(rank, mine, run) for rank in range(self._num_ranks))
+                    is_same = self._matches(held, total, self._num_ranks)
+                case "broadcast":
+                    is_same = self._matches(held, self._value(0, part, run), 1)
+                case "all_gather":
+                    is_same = self._matches(held, self._value(part, 0, run), 1)
+                case "all_to_all":
+                    is_same = self._matches(held, self._value(part, self._rank, run), 1)
+            if not is_same:
+                return False
+        return True
+
+    def _value(self, rank: int, part: int, run: int) -> int:
+        """What is added to the pattern: below 8, so that fp32 sums of up to a million ranks are exact."""
+        return (3 * rank + 5 * part + run) % 8
+
+    def _write(self, target: Tensor, value: int) -> None:
+        for start in range(0, target.numel(), _TILE):
+            piece = target[start : start + _TILE]
+            torch.add(self._tile[: piece.numel()], value, out=piece)
+
+    def _matches(self, held: Tensor, value: int, factor: int) -> bool:
+        wanted = self._tile * factor + value
+        return all(
+            torch.equal(piece := held[start : start + _TILE], wanted[: piece.numel()])
+            for start in range(0, held.numel(), _TILE)
+        )
