@@ -61,6 +61,8 @@ class LinkSample(msgspec.Struct, frozen=True, kw_only=True):
     rtt_min_s: float | None = None
     rtt_median_s: float | None = None
     rtt_p99_s: float | None = None
+    is_bidirectional: bool = False
+    """Taken while the other direction was busy too."""
 
 
 class LinksRecord(Record, frozen=True, kw_only=True, tag="links"):
@@ -92,6 +94,8 @@ class CollectivesRecord(Record, frozen=True, kw_only=True, tag="collectives"):
     ranks_per_host: int
     cpus_per_rank: float
     samples: tuple[CollectiveSample, ...]
+    notes: tuple[str, ...] = ()
+    """What was skipped, and settings that bear on the times."""
 
 
 class CodecSample(msgspec.Struct, frozen=True, kw_only=True):

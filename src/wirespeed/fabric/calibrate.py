@@ -1,0 +1,158 @@
+"""Turn Records into a Fabric: hosts with measured rates, and size-dependent curves with their residuals.
+
+Per collective, layout and size the median of all runs of all records is taken, so neither the order of the records nor
+one slow run matters. A host's rate is the best median goodput it reached with any peer, in its weaker direction: a
+bound that is a little high is safe, one that is too low would reject true measurements. Assumes that all records come from
+the same network under the same load; nothing in a record can prove that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+from wirespeed.errors import DataError, UsageError
+from wirespeed.fabric.collectives import nic_factor
+from wirespeed.fabric.curves import fit_curve
+from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Fabric, Figure, Host
+from wirespeed.records import CodecsRecord, Collective, CollectivesRecord, LinksRecord
+
+_Layout = tuple[Collective, str, int, int]
+
+
+def calibrate(
+    links: LinksRecord | None,
+    collectives: Sequence[CollectivesRecord] = (),
+    codecs: Sequence[CodecsRecord] = (),
+    *,
+    name: str,
+    cpus_per_host: float | None = None,
+) -> Fabric:
+    """Fit a fabric to records.
+
+    ``cpus_per_host``: cores that one host can count on, where the hosts share a machine; None takes what the collective
+    records say. Raises UsageError without a links or collectives record, DataError for a record that holds wrong
+    results or no samples, or for codec records that cannot be pooled.
+    """
+    if links is None and not collectives:
+        raise UsageError(
+            "got no record of links or collectives",
+            expected="at least one of them",
+            hint="run `wirespeed bench links --out links.json` first",
+        )
+    if cpus_per_host is None and collectives:
+        cpus_per_host = max(record.cpus_per_rank * record.ranks_per_host for record in collectives)
+    rates = {} if links is None else host_rates_bit_per_s(links)
+    source = "" if links is None else f"bench links {links.created}"
+    hosts = tuple(
+        Host(
+            name=host,
+            rate_bit_per_s=Figure(value=rates[host], origin="measured", source=source) if host in rates else None,
+            cpus=cpus_per_host,
+        )
+        for host in _host_names(links, collectives)
+    )
+    round_trips = [] if links is None else [s.rtt_median_s for s in links.samples if s.rtt_median_s is not None]
+    return Fabric(
+        name=name,
+        hosts=hosts,
+        rtt_s=Figure(value=median(round_trips), origin="measured", source=source) if round_trips else None,
+        collectives=_collective_curves(collectives, rates),
+        codecs=_codec_curves(codecs),
+    )
+
+
+def host_rates_bit_per_s(links: LinksRecord) -> dict[str, float]:
+    """Goodput of each host's NIC: the best median over its peers and stream counts, in the weaker direction."""
+    best: dict[tuple[str, str], float] = {}
+    for sample in links.samples:
+        if sample.bit_per_s and not sample.is_bidirectional:
+            rate = median(sample.bit_per_s)
+            for end in (("out", sample.source), ("in", sample.target)):
+                best[end] = max(best.get(end, 0.0), rate)
+    rates = {}
+    for host in links.hosts:
+        both = [best[direction, host] for direction in ("out", "in") if (direction, host) in best]
+        if both:
+            rates[host] = min(both)
+    return rates
+
+
+def _host_names(links: LinksRecord | None, collectives: Sequence[CollectivesRecord]) -> tuple[str, ...]:
+    named = () if links is None else links.hosts
+    needed = max((record.num_ranks // record.ranks_per_host for record in collectives), default=1)
+    # Collective records do not name their hosts: those that no links record names get names of their own.
+    extra = [f"host{i}" for i in range(len(named), needed)]
+    clash = sorted(set(extra) & set(named))
+    if clash:
+        raise DataError(f"the links record lacks hosts and names one {clash[0]!r}", expected="a record of all hosts")
+    return (*named, *extra)
+
+
+def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, float]) -> tuple[CollectiveCurve, ...]:
+    times: dict[_Layout, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    cpu: dict[_Layout, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        for sample in record.samples:
+            key = (sample.collective, record.backend, record.num_ranks, record.ranks_per_host)
+            what = f"{sample.collective} of {sample.size_bytes} bytes in the record of {record.created}"
+            if not sample.is_correct:
+                raise DataError(f"{what} gave wrong results", expected="correct results", hint="do not use this host")
+            _check_times(sample.times_s, what)
+            times[key][sample.size_bytes].extend(sample.times_s)
+            cpu[key][sample.size_bytes].append(sample.cpu_s / median(sample.times_s))
+    fastest_first = sorted(rates.values(), reverse=True)
+    curves = []
+    for key in sorted(times):
+        collective, backend, num_ranks, ranks_per_host = key
+        num_hosts = num_ranks // ranks_per_host
+        floor_s_per_byte = 0.0
+        if fastest_first:
+            slowest = fastest_first[min(num_hosts, len(fastest_first)) - 1]
+            floor_s_per_byte = 8 * nic_factor(collective, num_ranks, ranks_per_host) / slowest
+        curve = fit_curve(
+            {size: median(runs) for size, runs in times[key].items()},
+            floor_s_per_byte=floor_s_per_byte,
+            cpu={size: median(shares) for size, shares in cpu[key].items()},
+        )
+        curves.append(
+            CollectiveCurve(
+                collective=collective,
+                backend=backend,
+                num_ranks=num_ranks,
+                ranks_per_host=ranks_per_host,
+                curve=curve,
+            )
+        )
+    return tuple(curves)
+
+
+def _codec_curves(records: Sequence[CodecsRecord]) -> tuple[CodecCurve, ...]:
+    settings = {(r.device, r.kernels, r.concurrent) for r in records}
+    if len(settings) > 1:
+        raise DataError(
+            f"the codec records differ in device, kernels or concurrency: {sorted(settings)}",
+            expected="one setting",
+            hint="calibrate with the records of the setting that training will run in",
+        )
+    times: dict[tuple[str, str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        for sample in record.samples:
+            _check_times(sample.times_s, f"stage {sample.stage!r} of codec {sample.codec!r}")
+            times[sample.codec, sample.stage, record.num_ranks][sample.size_bytes].extend(sample.times_s)
+    return tuple(
+        CodecCurve(
+            codec=codec,
+            stage=stage,
+            kind="default",
+            num_ranks=num_ranks,
+            curve=fit_curve({size: median(runs) for size, runs in by_size.items()}),
+        )
+        for (codec, stage, num_ranks), by_size in sorted(times.items())
+    )
+
+
+def _check_times(times_s: Sequence[float], what: str) -> None:
+    if not times_s or not all(0 < time_s < float("inf") for time_s in times_s):
+        raise DataError(f"{what} holds no times or one that is not positive", expected="positive, finite times")

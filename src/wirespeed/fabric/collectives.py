@@ -1,0 +1,187 @@
+"""What a collective or a codec stage costs on a fabric: measured curves first, closed forms only where none exists.
+
+``collective_cost`` looks for a measured curve of the same backend, rank count and ranks per host. Failing that it takes
+the measured layout nearest in rank count and rescales it step by step of a ring; failing that a textbook ring with the
+fabric's rate and round trip. The last two say ``assumed`` and are not in range. Nothing is ever faster than the bytes
+that must pass the slowest NIC that takes part at its measured goodput. A ring's latency grows with the rank count, so
+for libraries that switch to trees the rescaled figure is too slow at many ranks and small sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wirespeed.errors import DataError, UsageError
+from wirespeed.fabric.curves import curve_cpu, curve_time_s, is_in_range
+from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Fabric
+from wirespeed.records import Collective
+from wirespeed.spec.strategy import bus_factor
+from wirespeed.spec.workload import Origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCost:
+    """``seconds`` of one collective on every rank; ``cpu`` is CPU seconds of one rank per second of it."""
+
+    seconds: float
+    lower_bound_s: float
+    cpu: float
+    origin: Origin
+    is_in_range: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """``seconds`` of one local stage of a codec on one rank."""
+
+    seconds: float
+    origin: Origin
+    is_in_range: bool
+
+
+def collective_cost(
+    fabric: Fabric,
+    collective: Collective,
+    size_bytes: int,
+    num_ranks: int,
+    *,
+    ranks_per_host: int = 1,
+    backend: str = "gloo",
+) -> CollectiveCost:
+    """Time of one collective of ``size_bytes`` (the convention of ``records``); monotone in size.
+
+    Raises DataError where the fabric holds neither a curve nor the rate and round trip that a closed form needs.
+    """
+    if size_bytes < 0 or num_ranks < 1 or ranks_per_host < 1 or num_ranks % ranks_per_host:
+        raise UsageError(
+            f"got {size_bytes} bytes over {num_ranks} ranks, {ranks_per_host} per host",
+            expected="a size of 0 or more, and ranks that fill whole hosts",
+        )
+    if num_ranks == 1:
+        return CollectiveCost(seconds=0.0, lower_bound_s=0.0, cpu=0.0, origin="measured", is_in_range=True)
+    bound_s = lower_bound_s(fabric, collective, size_bytes, num_ranks, ranks_per_host=ranks_per_host)
+    held = [
+        c
+        for c in fabric.collectives
+        if (c.collective, c.backend, c.ranks_per_host) == (collective, backend, ranks_per_host)
+    ]
+    if not held:
+        seconds = max(_ring_s(fabric, collective, size_bytes, num_ranks, ranks_per_host), bound_s)
+        return CollectiveCost(seconds=seconds, lower_bound_s=bound_s, cpu=0.0, origin="assumed", is_in_range=False)
+    best = min(held, key=lambda c: (_distance(c.num_ranks, num_ranks), c.num_ranks))
+    if best.num_ranks == num_ranks:
+        return CollectiveCost(
+            seconds=max(curve_time_s(best.curve, size_bytes), bound_s),
+            lower_bound_s=bound_s,
+            cpu=curve_cpu(best.curve, size_bytes),
+            origin=best.origin,
+            is_in_range=is_in_range(best.curve, size_bytes),
+        )
+    seconds, cpu = _rescaled(best, collective, size_bytes, num_ranks)
+    return CollectiveCost(
+        seconds=max(seconds, bound_s), lower_bound_s=bound_s, cpu=cpu, origin="assumed", is_in_range=False
+    )
+
+
+def codec_stage_cost(
+    fabric: Fabric, codec: str, stage: str, size_bytes: int, num_ranks: int, *, kind: str = "default"
+) -> StageCost:
+    """Cost of a codec's local stage for a bucket of ``size_bytes`` of fp32 gradient; monotone in size.
+
+    Where the stage was measured for another rank count only, the nearest one is used and the answer is not in range.
+    Raises DataError where the stage was never measured on this kind of host: codec speed is not guessed.
+    """
+    held = [c for c in fabric.codecs if (c.codec, c.stage, c.kind) == (codec, stage, kind)]
+    if not held:
+        raise DataError(
+            f"the fabric holds no speed of stage {stage!r} of codec {codec!r} on hosts of kind {kind!r}",
+            expected="a curve in [[codecs]]",
+            hint="measure it with `wirespeed bench codecs`, then `wirespeed fabric calibrate`",
+        )
+    best: CodecCurve = min(held, key=lambda c: (_distance(c.num_ranks, num_ranks), c.num_ranks))
+    is_same = best.num_ranks == num_ranks
+    return StageCost(
+        seconds=curve_time_s(best.curve, size_bytes) if size_bytes > 0 else 0.0,
+        origin=best.origin if is_same else "assumed",
+        is_in_range=is_same and is_in_range(best.curve, size_bytes),
+    )
+
+
+def codec_stage_s(
+    fabric: Fabric, codec: str, stage: str, size_bytes: int, num_ranks: int, *, kind: str = "default"
+) -> float:
+    """Seconds of ``codec_stage_cost``."""
+    return codec_stage_cost(fabric, codec, stage, size_bytes, num_ranks, kind=kind).seconds
+
+
+def algbw_bit_per_s(size_bytes: int, seconds: float) -> float:
+    """Algorithm bandwidth: size over time."""
+    return 8 * size_bytes / seconds
+
+
+def busbw_bit_per_s(collective: Collective, size_bytes: int, num_ranks: int, seconds: float) -> float:
+    """Bus bandwidth: what each rank's link carries if the algorithm is a ring (nccl-tests, doc/PERFORMANCE.md)."""
+    return bus_factor(collective, num_ranks) * algbw_bit_per_s(size_bytes, seconds)
+
+
+def nic_factor(collective: Collective, num_ranks: int, ranks_per_host: int = 1) -> float:
+    """Bytes that must pass one host's NIC in its busier direction, as a share of the size, whatever the algorithm.
+
+    With one rank per host these are the bus factors. With several, a host's ranks can reduce or copy among themselves,
+    so only one share per host has to leave it; all_to_all has nothing to merge and sends every rank's share.
+    """
+    num_hosts = num_ranks // ranks_per_host
+    scale = ranks_per_host if collective == "all_to_all" else 1
+    return scale * bus_factor(collective, num_hosts)
+
+
+def lower_bound_s(
+    fabric: Fabric, collective: Collective, size_bytes: int, num_ranks: int, *, ranks_per_host: int = 1
+) -> float:
+    """The bytes that must pass the slowest NIC, at its goodput; 0 where no rate is known or one host holds all ranks.
+
+    Which hosts take part is not known here: the fastest ones that suffice are taken, so the bound is never too high.
+    """
+    num_hosts = num_ranks // ranks_per_host
+    rates = sorted((h.rate_bit_per_s.value for h in fabric.hosts if h.rate_bit_per_s is not None), reverse=True)
+    if not rates:
+        return 0.0
+    rate_bit_per_s = rates[min(num_hosts, len(rates)) - 1]
+    return 8 * size_bytes * nic_factor(collective, num_ranks, ranks_per_host) / rate_bit_per_s
+
+
+def ring_steps(collective: Collective, num_ranks: int) -> int:
+    """Messages in sequence of a ring (pairwise for all_to_all, a pipelined chain for broadcast)."""
+    return 2 * (num_ranks - 1) if collective == "all_reduce" else num_ranks - 1
+
+
+def _ring_s(fabric: Fabric, collective: Collective, size_bytes: int, num_ranks: int, ranks_per_host: int) -> float:
+    bound_s = lower_bound_s(fabric, collective, size_bytes, num_ranks, ranks_per_host=ranks_per_host)
+    has_rate = any(host.rate_bit_per_s is not None for host in fabric.hosts)
+    if fabric.rtt_s is None or not has_rate or num_ranks == ranks_per_host:
+        raise DataError(
+            f"the fabric {fabric.name!r} cannot tell the time of {collective} over {num_ranks} ranks, "
+            f"{ranks_per_host} per host",
+            expected="a measured curve, or rate_bit_per_s of the hosts and rtt_s",
+            hint="run `wirespeed bench links` and `wirespeed bench collectives`, then `wirespeed fabric calibrate`",
+        )
+    return ring_steps(collective, num_ranks) * fabric.rtt_s.value / 2 + bound_s
+
+
+def _rescaled(held: CollectiveCurve, collective: Collective, size_bytes: int, num_ranks: int) -> tuple[float, float]:
+    """A measured layout at another rank count, ring step by ring step.
+
+    A ring of N ranks takes s(N) steps of size / N each, hence T_N(S) = s(N) / s(M) * T_M(S * M / N): the bandwidth part
+    keeps its bus bandwidth exactly, and latency grows with the number of steps.
+    """
+    alike = size_bytes if collective == "broadcast" else size_bytes * held.num_ranks / num_ranks
+    steps = ring_steps(collective, num_ranks) / ring_steps(collective, held.num_ranks)
+    if collective == "broadcast":
+        # A pipelined chain: the whole buffer passes every link once, whatever the number of ranks.
+        latency_s = held.curve.times_s[0]
+        return curve_time_s(held.curve, alike) + max(steps - 1, 0.0) * latency_s, curve_cpu(held.curve, alike)
+    return steps * curve_time_s(held.curve, alike), curve_cpu(held.curve, alike)
+
+
+def _distance(measured: int, wanted: int) -> float:
+    return max(measured, wanted) / min(measured, wanted)
