@@ -221,9 +221,9 @@ def simulate_step(
         is_in_range = is_in_range and found[4]
     backward_s = workload.backward_s
     rest_s = workload.compute_s - backward_s
+    spans: tuple[Span, ...] = ()
     if workload.num_ranks < 2 or not buckets:
-        backward_end_s, exchange_end_s, spans = backward_s, 0.0, ()
-        first_ready_s = 0.0
+        backward_end_s, exchange_end_s, first_ready_s = backward_s, 0.0, 0.0
     else:
         ready_s = [min(bucket.ready_s, backward_s) for bucket in buckets]
         first_ready_s = ready_s[0]
