@@ -1,8 +1,9 @@
 """The costs of a step on a fabric: joins the fabric's curves to what the simulator asks for.
 
 Assumes that the time of the smallest measured message is latency, which uses no wire and which two collectives can
-spend together, and that the dense codec costs nothing of its own (it is DDP's own path). A codec's speed is never
-guessed: where the fabric holds no curve of it, DataError says how to measure it.
+spend together. Dense is DDP's own path: it divides the bucket in place, which is taken to cost a memcpy where the
+fabric holds that curve and nothing where it does not. Any other codec's speed is never guessed: where the fabric holds
+no curve of it, DataError says how to measure it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from wirespeed.fabric.collectives import codec_stage_cost, collective_cost
 from wirespeed.fabric.topology import Fabric
 from wirespeed.records import Collective
-from wirespeed.sim.training import StageCost, TransferCost
+from wirespeed.sim.costs import StageCost, TransferCost
 from wirespeed.spec.strategy import Strategy
 
 _FREE_STAGE = StageCost(seconds=0.0)
@@ -40,9 +41,11 @@ class FabricCosts:
 
     def stage(self, strategy: Strategy, stage: str, size_bytes: int) -> StageCost:
         """Cost of a codec stage; raises DataError where it was never measured."""
-        if strategy.codec == "dense":
-            return _FREE_STAGE
         codec = strategy.name.partition("/")[0]
+        if codec == "dense":
+            if stage != "encode" or not any(c.codec == "memcpy" and c.kind == self.kind for c in self.fabric.codecs):
+                return _FREE_STAGE
+            codec, stage = "memcpy", "copy"
         key = (codec, stage, size_bytes)
         held = self._stages.get(key)
         if held is None:

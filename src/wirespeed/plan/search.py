@@ -14,7 +14,8 @@ from wirespeed.errors import DataError, UsageError
 from wirespeed.fabric.topology import Fabric
 from wirespeed.plan.costs import FabricCosts
 from wirespeed.plan.space import legal_strategies
-from wirespeed.sim.training import StepCosts, predict_step
+from wirespeed.sim.costs import StepCosts
+from wirespeed.sim.training import predict_step
 from wirespeed.spec.prediction import Prediction
 from wirespeed.spec.strategy import CODECS, DEFAULT_BUCKET_BYTES, FIDELITIES, Fidelity, Strategy
 from wirespeed.spec.workload import TrainingWorkload
