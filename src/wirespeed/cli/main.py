@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import tune
+from wirespeed.cli import plan, tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(plan.app, name="plan")
 
 
 def _show_version(wanted: bool) -> None:

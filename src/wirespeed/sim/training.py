@@ -1,0 +1,227 @@
+"""One training step: backward fills buckets, lanes exchange them, the step ends when the last one is written back.
+
+An exact event simulation of a fluid model (docs/design/0002-step-recurrence.md): every activity has work left and a
+rate, rates change only when something starts or ends. Ranks are taken to be alike, so one of them stands for all; the
+network gives each collective the time that its curve says, and two collectives in flight share the wire equally. A
+rank's threads share its cores fairly. It is wrong where ranks differ (stragglers), where collectives of several groups
+collide unevenly, or where the curves were taken under another load than ``cpus_per_rank`` says.
+
+Pure: plain data in, plain data out; what a transfer or a codec stage costs is asked of ``StepCosts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from wirespeed.sim.costs import ScaledCosts, StepCosts
+from wirespeed.sim.flow import Exchange, Span, run_step
+from wirespeed.spec.prediction import Prediction, Resource
+from wirespeed.spec.strategy import BYTES_PER_ELEMENT, CodecName, Strategy
+from wirespeed.spec.workload import GradientTensor, TrainingWorkload
+from wirespeed.units import MIB
+
+FIRST_BUCKET_BYTES = MIB
+"""torch's ``dist._DEFAULT_FIRST_BUCKET_BYTES``: DDP's first bucket where ``bucket_cap_mb`` is left at its default."""
+
+STAGES: dict[CodecName, tuple[str, ...]] = {
+    "dense": ("encode", "decode"),
+    "half": ("encode", "decode"),
+    "int8": ("encode", "reduce", "decode"),
+    "topk": ("encode", "decode"),
+}
+"""The local stages of each codec's exchange: one more than it has transfers."""
+
+DENSE_IN_FLIGHT = 2
+"""Collectives of one gloo group that progress at a time: it has two worker threads (torch, ProcessGroupGloo.cpp)."""
+
+
+class Bucket(NamedTuple):
+    """Gradients that are exchanged together; ready when the last of them is."""
+
+    num_elements: int
+    ready_s: float
+
+
+class StepTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    """What happens in one step. Times count from the start of backward, but for ``step_s``.
+
+    ``codec_s`` and ``wire_s`` are the sums over buckets of stages and transfers as if each ran alone;
+    ``exposed_s`` is all by which the exchange lengthens the step: its tail, and the backward it slows down.
+    """
+
+    step_s: float
+    compute_s: float
+    codec_s: float
+    wire_s: float
+    exposed_s: float
+    backward_end_s: float
+    exchange_end_s: float
+    lower_bound_s: float
+    is_in_range: bool
+    buckets: tuple[Bucket, ...]
+    spans: tuple[Span, ...]
+
+
+def fill_buckets(
+    gradients: Sequence[GradientTensor], bucket_bytes: int, *, first_bucket_bytes: int | None = None
+) -> tuple[Bucket, ...]:
+    """Buckets as DDP fills them once it has seen the gradients' order (torch, reducer.cpp: rebuild_buckets).
+
+    A bucket closes with the tensor that brings it to its limit, so it may exceed it; a tensor is never split.
+    ``first_bucket_bytes`` None is what DDP does by default and ``train.rebucket`` does for every size: the first bucket
+    is at most 1 MiB. A DDP made with an explicit ``bucket_cap_mb`` has no such exception: give that size.
+    """
+    limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if first_bucket_bytes is None else first_bucket_bytes
+    buckets = []
+    held = 0
+    for gradient in gradients:
+        held += gradient.num_elements
+        if held * BYTES_PER_ELEMENT >= limit:
+            buckets.append(Bucket(held, gradient.ready_s))
+            held, limit = 0, bucket_bytes
+    if held:
+        buckets.append(Bucket(held, gradients[-1].ready_s))
+    return tuple(buckets)
+
+
+def simulate_step(
+    workload: TrainingWorkload,
+    strategy: Strategy,
+    costs: StepCosts,
+    *,
+    first_bucket_bytes: int | None = None,
+) -> StepTimeline:
+    """Simulate one step of ``workload`` under ``strategy``.
+
+    Compute and codec stages count as measured on one thread with the rank's ``cpus_per_rank`` cores. When the rank's
+    backward, codec stages and collectives want more than those cores together, each gets a fair share of them and slows
+    down; with ``cpus_per_rank`` None (an accelerator) nothing contends but the wire.
+    """
+    buckets = fill_buckets(workload.gradients, strategy.bucket_bytes, first_bucket_bytes=first_bucket_bytes)
+    exchanges: list[Exchange] = []
+    codec_s = wire_s = bound_s = 0.0
+    is_in_range = True
+    priced: dict[int, tuple[Exchange, float, float, float, bool]] = {}
+    for bucket in buckets:
+        found = priced.get(bucket.num_elements)
+        if found is None:
+            found = priced[bucket.num_elements] = _price(strategy, bucket.num_elements, workload.num_ranks, costs)
+        exchanges.append(found[0])
+        codec_s += found[1]
+        wire_s += found[2]
+        bound_s += found[3]
+        is_in_range = is_in_range and found[4]
+    backward_s = workload.backward_s
+    rest_s = workload.compute_s - backward_s
+    spans: tuple[Span, ...] = ()
+    if workload.num_ranks < 2 or not buckets:
+        backward_end_s, exchange_end_s, first_ready_s = backward_s, 0.0, 0.0
+    else:
+        ready_s = [min(bucket.ready_s, backward_s) for bucket in buckets]
+        first_ready_s = ready_s[0]
+        width = DENSE_IN_FLIGHT if strategy.codec == "dense" else 1
+        backward_end_s, exchange_end_s, spans = run_step(
+            backward_s, ready_s, exchanges, cpus=workload.cpus_per_rank, first_lane_width=width
+        )
+    end_s = max(backward_end_s, exchange_end_s)
+    return StepTimeline(
+        step_s=rest_s + end_s,
+        compute_s=workload.compute_s,
+        codec_s=codec_s,
+        wire_s=wire_s,
+        exposed_s=max(0.0, end_s - backward_s),
+        backward_end_s=backward_end_s,
+        exchange_end_s=exchange_end_s,
+        lower_bound_s=rest_s + max(backward_s, first_ready_s + bound_s),
+        is_in_range=is_in_range,
+        buckets=buckets,
+        spans=spans,
+    )
+
+
+def _price(
+    strategy: Strategy, num_elements: int, num_ranks: int, costs: StepCosts
+) -> tuple[Exchange, float, float, float, bool]:
+    """The exchange of one bucket, and its codec seconds, wire seconds, lower bound and whether curves cover it."""
+    transfers = [costs.transfer(t.collective, t.size_bytes) for t in strategy.transfers(num_elements, num_ranks)]
+    if not transfers:
+        return Exchange((0.0,), ()), 0.0, 0.0, 0.0, True
+    size_bytes = num_elements * BYTES_PER_ELEMENT
+    stages = [costs.stage(strategy, stage, size_bytes) for stage in STAGES[strategy.codec]]
+    return (
+        Exchange(
+            tuple(stage.seconds for stage in stages),
+            tuple((t.latency_s, t.seconds - t.latency_s, t.cpu) for t in transfers),
+        ),
+        sum(stage.seconds for stage in stages),
+        sum(t.seconds for t in transfers),
+        # The bound holds for the wire alone: what a curve counts as latency may overlap between two collectives.
+        sum(min(t.lower_bound_s, t.seconds - t.latency_s) for t in transfers),
+        all(t.is_in_range for t in transfers) and all(stage.is_in_range for stage in stages),
+    )
+
+
+_FREE: dict[Resource, dict[str, float]] = {
+    "bandwidth": {"wire": 0.0},
+    "latency": {"latency": 0.0},
+    "codec": {"codec": 0.0},
+}
+
+
+def predict_step(
+    workload: TrainingWorkload,
+    strategy: Strategy,
+    costs: StepCosts,
+    *,
+    first_bucket_bytes: int | None = None,
+) -> Prediction:
+    """Predict one step, with the resource that binds it and its uncertainty.
+
+    ``binding`` is found by simulating again with each resource free; ``uncertainty`` is half the relative distance
+    between the steps with all costs at the slow and at the fast end of their residuals.
+    """
+
+    def step_s(**factors: float) -> float:
+        scaled = ScaledCosts(costs=costs, **factors)
+        return simulate_step(workload, strategy, scaled, first_bucket_bytes=first_bucket_bytes).step_s
+
+    timeline = simulate_step(workload, strategy, costs, first_bucket_bytes=first_bucket_bytes)
+    binding: Resource = "compute"
+    if timeline.exposed_s > 0:
+        free_s = {resource: step_s(**factors) for resource, factors in _FREE.items()}
+        free_s["compute"] = simulate_step(
+            without_compute(workload), strategy, costs, first_bucket_bytes=first_bucket_bytes
+        ).step_s
+        binding = min(free_s, key=lambda resource: free_s[resource])
+        slow_s, fast_s = step_s(spread=1.0), step_s(spread=-1.0)
+    else:
+        slow_s, fast_s = step_s(spread=1.0), timeline.step_s
+    return Prediction(
+        strategy=strategy,
+        step_s=timeline.step_s,
+        compute_s=timeline.compute_s,
+        codec_s=timeline.codec_s,
+        wire_s=timeline.wire_s,
+        exposed_s=timeline.exposed_s,
+        wire_bytes=sum(strategy.wire_bytes(bucket.num_elements, workload.num_ranks) for bucket in timeline.buckets),
+        lower_bound_s=timeline.lower_bound_s,
+        binding=binding,
+        is_in_range=timeline.is_in_range,
+        uncertainty=(slow_s - fast_s) / 2 / timeline.step_s if timeline.step_s > 0 else 0.0,
+    )
+
+
+def without_compute(workload: TrainingWorkload) -> TrainingWorkload:
+    """The workload on a device that computes in no time."""
+    return msgspec.structs.replace(
+        workload,
+        gradients=tuple(msgspec.structs.replace(gradient, ready_s=0.0) for gradient in workload.gradients),
+        forward_s=0.0,
+        backward_s=0.0,
+        optimizer_s=0.0,
+        data_s=0.0,
+        other_s=0.0,
+    )
