@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -32,11 +33,18 @@ class StepBreakdown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A loss after ``step`` optimizer steps, at ``train_s`` seconds of training time (evaluation not counted)."""
+    """A loss after ``step`` optimizer steps, at ``train_s`` seconds of training time (evaluation not counted).
+
+    ``loss`` is None where it was not finite: JSON has no nan, and a record with one could not be read back.
+    """
 
     step: int
     train_s: float
-    loss: float
+    loss: float | None
+
+    def __post_init__(self) -> None:
+        if self.loss is not None and not math.isfinite(self.loss):
+            msgspec.structs.force_setattr(self, "loss", None)
 
 
 class StrategyOutcome(msgspec.Struct, frozen=True, kw_only=True):

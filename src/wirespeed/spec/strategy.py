@@ -181,6 +181,17 @@ class StrategyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     note: str = ""
 
 
+def strategy_text(held: StrategyFile) -> str:
+    """The text of a ``strategy.toml``, which ``read_strategy_text`` reads back. TOML has no null: None is left out."""
+    return msgspec.toml.encode(_without_none(msgspec.to_builtins(held))).decode()
+
+
+def _without_none(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    return value
+
+
 def read_strategy_text(text: str, *, source: str) -> Strategy:
     """The strategy in the text of a ``strategy.toml``. Raises DataError naming ``source``."""
     try:
