@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -79,7 +79,7 @@ def tune(
     options = TuneOptions(
         script=script,
         arguments=tuple(context.args),
-        fidelity=cast("Fidelity", fidelity),
+        fidelity=fidelity,
         budget_s=_seconds(budget, "--budget"),
         num_steps=steps,
         seed=seed,

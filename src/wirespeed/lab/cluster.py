@@ -190,9 +190,7 @@ class Lab:
         other: str | None = None,
     ) -> None:
         """Break or mend a host's link: ``down``, ``up``, ``rate``, ``partition`` (from ``other``), ``heal`` (all of it)."""
-        self._ask(
-            control.Request(op="fault", host=host, kind=kind, rate_bit_per_s=rate_bit_per_s, other=other)
-        )
+        self._ask(control.Request(op="fault", host=host, kind=kind, rate_bit_per_s=rate_bit_per_s, other=other))
 
     def free_port(self, host: str = "h0") -> int:
         """A TCP port that is free in a host at this moment."""

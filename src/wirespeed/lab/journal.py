@@ -186,9 +186,7 @@ def list_labs() -> tuple[LabFolder, ...]:
             journal = read(path)
         except DataError as error:
             problem = error.problem
-        found.append(
-            LabFolder(name=path.name, path=path, is_alive=_is_alive(path), journal=journal, problem=problem)
-        )
+        found.append(LabFolder(name=path.name, path=path, is_alive=_is_alive(path), journal=journal, problem=problem))
     return tuple(found)
 
 

@@ -215,8 +215,7 @@ class Keeper:
             rootless=self.rootless,
             delay_by="netem" if wiring.uses_netem else "line" if wiring.uses_line else "none",
             hosts=tuple(
-                self.faults.host_status(name, tuple(sorted(found.get(inode, ()))))
-                for inode, name in inodes.items()
+                self.faults.host_status(name, tuple(sorted(found.get(inode, ())))) for inode, name in inodes.items()
             ),
             notes=tuple(wiring.notes),
         )

@@ -71,9 +71,7 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.uplink_bit_per_s is not None:
             check_rate("uplink", self.uplink_bit_per_s)
             if self.racks == 1:
-                raise UsageError(
-                    "got an uplink for a lab of one rack", hint="add --racks 2: uplinks join racks"
-                )
+                raise UsageError("got an uplink for a lab of one rack", hint="add --racks 2: uplinks join racks")
         if not (math.isfinite(self.delay_s) and 0 <= self.delay_s <= MAX_DELAY_S):
             raise UsageError(f"got a delay of {self.delay_s} s", expected=f"0 to {MAX_DELAY_S:g} s")
         if not 0 <= self.loss < 1:
@@ -130,8 +128,7 @@ def rack_of(index: int, spec: LabSpec) -> int:
 def lay_out(spec: LabSpec) -> tuple[LabHost, ...]:
     """The hosts of a lab, in order."""
     return tuple(
-        LabHost(name=f"h{index}", rack=rack_of(index, spec), address=host_address(index))
-        for index in range(spec.hosts)
+        LabHost(name=f"h{index}", rack=rack_of(index, spec), address=host_address(index)) for index in range(spec.hosts)
     )
 
 

@@ -108,9 +108,7 @@ def has_sys_admin(system: System) -> bool:
     status = system.read_text("/proc/self/status")
     if status is None:
         return os.geteuid() == 0
-    effective = next(
-        (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0
-    )
+    effective = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)
     return bool(effective >> 21 & 1) and bool(effective >> 12 & 1)
 
 

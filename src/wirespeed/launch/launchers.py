@@ -159,9 +159,7 @@ def _optional(env: Mapping[str, str], names: Sequence[str]) -> int | None:
 def _required(env: Mapping[str, str], names: Sequence[str], family: _Family) -> int:
     value = _optional(env, names)
     if value is None:
-        raise UsageError(
-            f"got {family.rank} without {names[0]}", expected=f"both, as {family.launcher} sets them"
-        )
+        raise UsageError(f"got {family.rank} without {names[0]}", expected=f"both, as {family.launcher} sets them")
     return value
 
 

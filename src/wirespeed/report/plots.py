@@ -61,7 +61,9 @@ def styles(names_and_codecs: list[tuple[str, str]]) -> dict[str, dict[str, str]]
 
 def step_breakdown(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
     """Stacked bars: where a step's time goes per strategy, with the predicted step as a mark. Milliseconds."""
-    outcomes = [o for o in record.strategies if o.breakdown is not None or _row_of(o, rows).predicted_step_s is not None]
+    outcomes = [
+        o for o in record.strategies if o.breakdown is not None or _row_of(o, rows).predicted_step_s is not None
+    ]
     if not outcomes:
         return None
     labels = [_label(_row_of(outcome, rows)) for outcome in outcomes]
@@ -94,7 +96,12 @@ def step_breakdown(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
                 "x": [None if value is None else value * 1e3 for value in predicted],
                 "text": ["" if value is None else format_duration(value) for value in predicted],
                 "hovertemplate": "%{y}<br>predicted step: %{text}<extra></extra>",
-                "marker": {"symbol": "diamond-tall", "size": 13, "color": "paper", "line": {"width": 2, "color": "ink"}},
+                "marker": {
+                    "symbol": "diamond-tall",
+                    "size": 13,
+                    "color": "paper",
+                    "line": {"width": 2, "color": "ink"},
+                },
             }
         )
     return {

@@ -110,9 +110,7 @@ def comparison_table(record: TuneRecord, *, width: int | None = None) -> Table:
 
 
 def _needed_width(columns: tuple[Column, ...], rows: tuple[Row, ...]) -> int:
-    widths = (
-        max(cell_len(text) for text in [*heading.split("\n"), *map(cell, rows)]) + 1 for heading, cell in columns
-    )
+    widths = (max(cell_len(text) for text in [*heading.split("\n"), *map(cell, rows)]) + 1 for heading, cell in columns)
     return sum(widths)
 
 

@@ -57,6 +57,7 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     residual_norm: float
     residual_bytes: int
     buckets: tuple[BucketReport, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"strategy {self.strategy}, {self.num_ranks} ranks, {self.num_steps} steps"]
@@ -74,6 +75,7 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
             stages = ", ".join(f"{name} {format_duration(value)}" for name, value in bucket.stages_s.items())
             size, wire = format_size(bucket.num_bytes), format_duration(bucket.wire_s)
             lines.append(f"bucket {bucket.bucket} ({size}): {stages}, wire {wire}")
+        lines += self.notes
         return "\n".join(lines)
 
 
@@ -110,6 +112,7 @@ def summarize(
     wire: Sequence[tuple[int, int]],
     residual_norm: float,
     residual_bytes: int,
+    notes: Sequence[str] = (),
 ) -> SessionReport:
     """Put a session's notes together. ``wire`` holds cumulative (stated, counted) bytes after every step."""
     counted = None
@@ -128,6 +131,7 @@ def summarize(
         residual_norm=residual_norm,
         residual_bytes=residual_bytes,
         buckets=tuple(_bucket_report([t for t in buckets if t.bucket == index]) for index in _indices(buckets)),
+        notes=tuple(notes),
     )
 
 

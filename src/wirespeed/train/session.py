@@ -48,9 +48,9 @@ class Session:
         self._optimizer = optimizer
         self._is_silent = is_silent
         """A probe: nothing is exchanged, ranks train apart. Only for measuring compute without a network."""
-        self._group: dist.ProcessGroup = ddp.process_group
-        self.num_ranks = dist.get_world_size(self._group)
-        self.rank = dist.get_rank(self._group)
+        self.group: dist.ProcessGroup = ddp.process_group
+        self.num_ranks = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         self.device = next(ddp.module.parameters()).device
         self.clock = StepClock(self.device)
@@ -69,6 +69,8 @@ class Session:
         self._step_listeners: list[Any] = []
         self._handles: list[Any] = []
         self._is_attached = True
+        self.notes: list[str] = []
+        """Why the strategy is what it is, in the order in which that was decided."""
         self.strategy = strategy
         if not is_inert:  # WIRESPEED_OFF=1: the object is there, and nothing of it touches the training
             self._listen()
@@ -100,6 +102,7 @@ class Session:
             wire=self._wire,
             residual_norm=self._residuals.norm(),
             residual_bytes=self._residuals.num_bytes,
+            notes=self.notes,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,8 +169,12 @@ class Session:
         if codec is not None:
             num_hops = len(codec.stages) - 1
             while len(self._hop_groups) < num_hops:
-                self._hop_groups.append(_new_group(self._group))
+                self._hop_groups.append(_new_group(self.group))
             self._lanes = Lanes(self._hop_groups[:num_hops], on_done=self._bucket_done)
+
+    def note(self, text: str) -> None:
+        """Keep a reason for the report."""
+        self.notes.append(text)
 
     def on_step(self, listener: Any) -> None:
         """Call ``listener(session)`` after every optimizer step."""
@@ -285,7 +292,7 @@ class Session:
 
     def _all_reduce(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         buffer.div_(self.num_ranks)
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        work = dist.all_reduce(buffer, group=self.group, async_op=True)
         future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
         return future
 

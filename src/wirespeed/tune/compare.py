@@ -130,14 +130,15 @@ def choose(
     """
     baseline = outcomes[0]
     base = _score(baseline, kind)
-    best, best_score = baseline, base
+    best = baseline
+    best_score = base
     verdicts: dict[str, str] = {baseline.name: "baseline"}
     for outcome in outcomes[1:]:
         score = _score(outcome, kind)
         if outcome.measured_step_s is None:
             verdicts[outcome.name] = outcome.verdict or "predicted only"
             continue
-        if score is None or base is None:
+        if score is None or base is None or best_score is None:
             verdicts[outcome.name] = "does not reach dense's loss in these steps"
             continue
         gain = f"{base / score:.2f}x as fast" if score < base else f"{format_percent(score / base - 1)} slower"
@@ -147,7 +148,7 @@ def choose(
             verdicts[outcome.name] = f"{gain} per step; no loss recorded, so not chosen"
         else:
             verdicts[outcome.name] = gain
-            if best_score is None or score < best_score:
+            if score < best_score:
                 best, best_score = outcome, score
     if base is not None and best_score is not None and best is not baseline and best_score > base * (1 - MARGIN):
         verdicts[best.name] += f"; within {format_percent(MARGIN)} of dense"

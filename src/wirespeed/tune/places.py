@@ -120,6 +120,7 @@ class Tails:
         self.lines = {rank: deque[str](maxlen=TAIL_LINES) for rank in range(num_ranks)}
 
     def add(self, rank: int, _stream: str, line: str) -> None:
+        """One more line of a rank."""
         with self._lock:
             self.lines[rank].append(line)
             if not self._stream.closed:
@@ -127,6 +128,7 @@ class Tails:
                 self._stream.flush()
 
     def close(self) -> dict[int, list[str]]:
+        """Close the log and give the last lines of every rank."""
         with self._lock:
             self._stream.close()
         return {rank: list(lines) for rank, lines in self.lines.items()}
@@ -196,7 +198,7 @@ class LoopbackPlace:
     def __init__(self, num_ranks: int, *, why: str) -> None:
         self.num_ranks = num_ranks
         self.ranks_per_host = num_ranks
-        self.hosts = (socket.gethostname(),)
+        self.hosts: tuple[str, ...] = (socket.gethostname(),)
         self.description = f"loopback, unshaped ({why})"
         self.cpus_per_rank: float | None = len(os.sched_getaffinity(0)) / num_ranks
 
