@@ -109,7 +109,9 @@ class Chooser:
         steps = self._session.clock.steps()[-MEASURED_STEPS:]
         measured_s = median(s.step_s for s in steps)
         strategy = self._session.strategy
-        told = f"{strategy.name} takes {format_duration(measured_s)} a step, dense took {format_duration(self._dense_step_s)}"
+        told = (
+            f"{strategy.name} takes {format_duration(measured_s)} a step, dense {format_duration(self._dense_step_s)}"
+        )
         if measured_s > self._dense_step_s * (1 - MIN_GAIN):
             return Decision(strategy=self._dense, reason=f"back to dense: {told}")
         return Decision(strategy=strategy, reason=f"{told} ({format_percent(measured_s / self._dense_step_s)})")

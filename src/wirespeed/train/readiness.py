@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -22,12 +23,11 @@ class GradientTimes:
         self._began_s = time.perf_counter()
         self._current: dict[str, float] = {}
         self._seen: dict[str, list[float]] = {}
-        self._handles = [module.register_forward_hook(lambda *_: self._begin())]
+        self._handles: list[Any] = [module.register_forward_hook(lambda *_: self._begin())]
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(
-                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._ready(name))
-                )
+                hooked: Any = parameter
+                self._handles.append(hooked.register_post_accumulate_grad_hook(lambda _, name=name: self._ready(name)))
 
     def end_step(self) -> None:
         """Keep what was noted since the last call."""

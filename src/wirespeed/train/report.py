@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
@@ -18,11 +19,15 @@ SKIPPED_STEPS = 3
 
 
 class LossEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A loss that the script recorded after ``step`` optimizer steps."""
+    """A loss that the script recorded after ``step`` optimizer steps; None where it was not finite."""
 
     step: int
-    loss: float
+    loss: float | None
     is_held_out: bool
+
+    def __post_init__(self) -> None:
+        if self.loss is not None and not math.isfinite(self.loss):
+            msgspec.structs.force_setattr(self, "loss", None)
 
 
 class BucketTimes(msgspec.Struct, frozen=True, kw_only=True):

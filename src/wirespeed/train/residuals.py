@@ -26,7 +26,7 @@ class Residuals:
         if flat is not None:
             return flat
         flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        for name, view in zip(names, flat.split(list(sizes)), strict=True):
+        for name, view in zip(names, torch.split(flat, list(sizes)), strict=True):
             held = self._by_name.get(name)
             if held is not None:
                 if held.numel() != view.numel():

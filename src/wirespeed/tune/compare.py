@@ -7,6 +7,7 @@ there is no loss at all nothing can vouch for a compressed strategy, and none is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
@@ -97,24 +98,23 @@ def loss_kind_of(outcome: StrategyOutcome) -> LossKind:
 
 def time_to_loss(curve: Sequence[LossPoint], target: float) -> float | None:
     """Training time at which the curve first comes down to the target, linear between its points; None when never."""
-    if not curve:
-        return None
-    if curve[0].loss <= target:
-        return curve[0].train_s
-    for before, after in pairwise(curve):
-        if after.loss <= target < before.loss:
-            share = (before.loss - target) / (before.loss - after.loss)
-            return before.train_s + share * (after.train_s - before.train_s)
+    finite = [(point.train_s, point.loss) for point in curve if point.loss is not None]
+    if finite and finite[0][1] <= target:
+        return finite[0][0]
+    for (before_s, before), (after_s, after) in pairwise(finite):
+        if after <= target < before:
+            return before_s + (before - target) / (before - after) * (after_s - before_s)
     return None
 
 
 def smoothed(points: Sequence[LossPoint]) -> list[LossPoint]:
-    """The training loss as a running median over the last ``SMOOTHING`` steps."""
+    """The training loss as a running median over the last ``SMOOTHING`` steps; a step that is not finite is infinite."""
+    losses = [math.inf if point.loss is None else point.loss for point in points]
     return [
         LossPoint(
             step=point.step,
             train_s=point.train_s,
-            loss=median(p.loss for p in points[max(0, index + 1 - SMOOTHING) : index + 1]),
+            loss=median(losses[max(0, index + 1 - SMOOTHING) : index + 1]),
         )
         for index, point in enumerate(points)
     ]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from wirespeed import launch, records
 from wirespeed.errors import MissingCapability, PeerFailure
@@ -53,7 +54,7 @@ class SpmdPlace:
     is_shaped = True
     declared_bit_per_s: float | None = None
 
-    def __init__(self, ranks: launch.Ranks, store: dist.Store) -> None:
+    def __init__(self, ranks: launch.Ranks, store: Store) -> None:
         self._ranks = ranks
         self._store = store
         self._num_orders = 0
@@ -154,8 +155,8 @@ class SpmdPlace:
             timeout_s=order.timeout_s,
             should_stop=should_stop,
         )
-        content = trace.read_bytes() if trace.is_file() and trace.stat().st_size <= MAX_FILE_BYTES else None
-        return _Answer(returncode=end.returncode, reason=end.reason, tail=end.tail.get(rank, []), trace=content)
+        left = trace.read_bytes() if trace.is_file() and trace.stat().st_size <= MAX_FILE_BYTES else None
+        return _Answer(returncode=end.returncode, reason=end.reason, tail=end.tail.get(rank, []), trace=left)
 
     def _gather(self, number: int, folder: Path, answers: dict[int, _Answer], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s + 60
@@ -199,7 +200,7 @@ def join_as_rank() -> SpmdPlace:
     ranks = launch.ranks()
     is_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             ranks.master_addr,
             ranks.master_port,
             world_size=None,
@@ -207,7 +208,7 @@ def join_as_rank() -> SpmdPlace:
             timeout=timedelta(seconds=JOIN_TIMEOUT_S),
             wait_for_workers=False,
         )
-        place = SpmdPlace(ranks, dist.PrefixStore("wirespeed", store))
+        place = SpmdPlace(ranks, PrefixStore("wirespeed", store))
     except (dist.DistError, RuntimeError) as fault:
         raise PeerFailure(
             f"cannot reach rank 0 at {ranks.master_addr}:{ranks.master_port} within {JOIN_TIMEOUT_S:.0f} s: {fault}"
@@ -222,7 +223,7 @@ def join_as_rank() -> SpmdPlace:
     return place
 
 
-def _wait_get(store: dist.Store, key: str, timeout_s: float) -> bytes:
+def _wait_get(store: Store, key: str, timeout_s: float) -> bytes:
     deadline_s = time.monotonic() + timeout_s
     while not store.check([key]):
         if time.monotonic() > deadline_s:

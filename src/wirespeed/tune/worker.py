@@ -122,7 +122,7 @@ class Run:
             return True
         # Only some ranks may know the held-out loss, so rank 0 decides for all; not part of any step's time.
         with session.clock.evaluation():
-            held_out = [entry.loss for entry in session.losses if entry.is_held_out]
+            held_out = [e.loss for e in session.losses if e.is_held_out and e.loss is not None]
             is_reached = torch.tensor([1.0 if held_out and min(held_out) <= directive.target_loss else 0.0])
             dist.broadcast(is_reached.to(session.device), src=0, group=self._stop_group)
         return bool(is_reached.item())
