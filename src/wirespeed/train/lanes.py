@@ -27,14 +27,17 @@ from wirespeed.train.codecs.base import Message
 
 @dataclass(kw_only=True)
 class Exchange:
-    """One bucket on its way through the lanes. ``times_s`` alternates ends of stages and of collectives."""
+    """One bucket on its way through the lanes.
+
+    ``spans_s`` holds begin and end of stage 0, collective 0, stage 1, ..., on the clock of ``queued_s``.
+    """
 
     bucket: int
     steps: Iterator[Message]
     result: Tensor
     future: torch.futures.Future[Tensor]
     queued_s: float = field(default_factory=time.perf_counter)
-    times_s: list[float] = field(default_factory=list)
+    spans_s: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Lanes:
@@ -86,17 +89,23 @@ class Lanes:
 
     def _advance(self, exchange: Exchange, lane: int) -> bool:
         """Run one stage and its collective. True when the exchange has ended."""
+        began_s = time.perf_counter()
         message = next(exchange.steps, None)
-        exchange.times_s.append(time.perf_counter())
+        ended_s = time.perf_counter()
+        exchange.spans_s.append((began_s, ended_s))
         if message is None:
             return True
         perform(message, self._groups[lane])
-        exchange.times_s.append(time.perf_counter())
+        exchange.spans_s.append((ended_s, time.perf_counter()))
         return False
 
 
 def _fail(exchange: Exchange, fault: Exception) -> None:
     exchange.future.set_exception(fault)  # type: ignore[arg-type]  # torch's stub says Tensor
+
+
+# torch 2.13 renames it and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def perform(message: Message, group: dist.ProcessGroup) -> None:
@@ -107,7 +116,7 @@ def perform(message: Message, group: dist.ProcessGroup) -> None:
         case "all_to_all":
             dist.all_to_all_single(message.receive, message.send, group=group)
         case "all_gather":
-            dist.all_gather_into_tensor(message.receive, message.send, group=group)
+            _all_gather(message.receive, message.send, group=group)
         case "reduce_scatter":
             dist.reduce_scatter_tensor(message.receive, message.send, group=group)
         case "broadcast":

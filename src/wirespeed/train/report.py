@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import fmean, median
 
 import msgspec
@@ -31,22 +30,23 @@ class LossEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BucketTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """One bucket's way in one step. ``times_s`` are ends of stage 0, collective 0, stage 1, ... on one clock."""
+    """One bucket's way in one step. ``spans_s``: begin and end of stage 0, collective 0, stage 1, ... on one clock."""
 
     bucket: int
     num_bytes: int
     stages: tuple[str, ...]
     queued_s: float
-    times_s: tuple[float, ...]
+    spans_s: tuple[tuple[float, float], ...]
 
 
 class BucketReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians of one bucket, in seconds. ``stages`` holds the local stages; waiting for a lane counts in the stage."""
+    """Medians of one bucket, in seconds: its local stages, its collectives, and waiting for a lane (queue)."""
 
     bucket: int
     num_bytes: int
     stages_s: dict[str, float]
     wire_s: float
+    queue_s: float
     total_s: float
 
 
@@ -78,8 +78,12 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
         lines.append(f"sent per step: {format_size(self.stated_bytes_per_step)} stated, {counted} counted")
         for bucket in self.buckets:
             stages = ", ".join(f"{name} {format_duration(value)}" for name, value in bucket.stages_s.items())
-            size, wire = format_size(bucket.num_bytes), format_duration(bucket.wire_s)
-            lines.append(f"bucket {bucket.bucket} ({size}): {stages}, wire {wire}")
+            size, wire, queue = (
+                format_size(bucket.num_bytes),
+                format_duration(bucket.wire_s),
+                format_duration(bucket.queue_s),
+            )
+            lines.append(f"bucket {bucket.bucket} ({size}): {stages}, wire {wire}, queue {queue}")
         lines += self.notes
         return "\n".join(lines)
 
@@ -146,18 +150,13 @@ def _indices(buckets: Sequence[BucketTimes]) -> list[int]:
 
 def _bucket_report(times: list[BucketTimes]) -> BucketReport:
     newest = [t for t in times if (t.num_bytes, t.stages) == (times[-1].num_bytes, times[-1].stages)]
-    stages: dict[str, list[float]] = {name: [] for name in newest[-1].stages}
-    wires = []
-    for entry in newest:
-        ends = [entry.queued_s, *entry.times_s]
-        spans = [after - before for before, after in pairwise(ends)]
-        for name, span in zip(entry.stages, spans[0::2], strict=True):
-            stages[name].append(span)
-        wires.append(sum(spans[1::2]))
+    lengths = [[end - begin for begin, end in entry.spans_s] for entry in newest]
+    totals = [entry.spans_s[-1][1] - entry.queued_s for entry in newest]
     return BucketReport(
         bucket=newest[-1].bucket,
         num_bytes=newest[-1].num_bytes,
-        stages_s={name: median(spans) for name, spans in stages.items()},
-        wire_s=median(wires),
-        total_s=median(entry.times_s[-1] - entry.queued_s for entry in newest),
+        stages_s={name: median(spans[2 * index] for spans in lengths) for index, name in enumerate(newest[-1].stages)},
+        wire_s=median(sum(spans[1::2]) for spans in lengths),
+        queue_s=median(total - sum(spans) for total, spans in zip(totals, lengths, strict=True)),
+        total_s=median(totals),
     )

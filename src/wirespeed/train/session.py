@@ -21,7 +21,7 @@ from wirespeed.errors import DataError, UsageError
 from wirespeed.measure.counters import InterfaceCounter, training_interfaces
 from wirespeed.measure.steps import StepClock
 from wirespeed.spec.strategy import Strategy
-from wirespeed.train.codecs import make_codec
+from wirespeed.train.codecs import make_codec, warm_up
 from wirespeed.train.codecs.base import Codec
 from wirespeed.train.lanes import Exchange, Lanes
 from wirespeed.train.rebucket import bucket_bytes_of, rebucket
@@ -167,6 +167,7 @@ class Session:
             self._ddp.register_comm_hook(self, exchange_bucket)
             self._hook_reducer = self._ddp.reducer
         if codec is not None:
+            warm_up(device=self.device)
             num_hops = len(codec.stages) - 1
             while len(self._hop_groups) < num_hops:
                 self._hop_groups.append(_new_group(self.group))
@@ -309,7 +310,7 @@ class Session:
                 num_bytes=exchange.result.numel() * 4,
                 stages=self._codec.stages,
                 queued_s=exchange.queued_s,
-                times_s=tuple(exchange.times_s),
+                spans_s=tuple(exchange.spans_s),
             )
         )
 

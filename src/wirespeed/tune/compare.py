@@ -108,7 +108,7 @@ def time_to_loss(curve: Sequence[LossPoint], target: float) -> float | None:
 
 
 def smoothed(points: Sequence[LossPoint]) -> list[LossPoint]:
-    """The training loss as a running median over the last ``SMOOTHING`` steps; a step that is not finite is infinite."""
+    """The training loss as a running median over the last ``SMOOTHING`` steps; not finite counts as infinite."""
     losses = [math.inf if point.loss is None else point.loss for point in points]
     return [
         LossPoint(

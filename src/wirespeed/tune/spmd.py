@@ -82,7 +82,7 @@ class SpmdPlace:
             port=free_port(""),
             timeout_s=timeout_s,
         )
-        self._store.set(f"order/{number}", msgspec.json.encode(order))
+        self._store.set(f"order/{number}", msgspec.json.encode(order).decode())
         answers: dict[int, _Answer] = {}
         others = threading.Thread(target=self._gather, args=(number, folder, answers, timeout_s), daemon=True)
         others.start()
@@ -102,7 +102,7 @@ class SpmdPlace:
             should_stop=should_stop,
         )
         if end.returncode != 0:
-            self._store.set(f"abort/{number}", b"1")
+            self._store.set(f"abort/{number}", "1")
         others.join(timeout_s if end.returncode == 0 else 15.0)
         bad = next((rank for rank, answer in sorted(answers.items()) if answer.returncode != 0), None)
         if bad is not None:
@@ -114,7 +114,7 @@ class SpmdPlace:
 
     def close(self) -> None:
         """Send the other ranks home."""
-        self._store.set(f"order/{self._num_orders}", msgspec.json.encode(_Order()))
+        self._store.set(f"order/{self._num_orders}", msgspec.json.encode(_Order()).decode())
         time.sleep(2 * POLL_S)  # the store lives in this process where no agent holds it: let the others read
 
     def serve(self) -> None:
@@ -128,7 +128,8 @@ class SpmdPlace:
             order = msgspec.json.decode(content, type=_Order)
             if not order.command:
                 return
-            self._store.set(f"answer/{number}/{self._ranks.rank}", msgspec.json.encode(self._obey(number, order)))
+            answer = msgspec.json.encode(self._obey(number, order)).decode()
+            self._store.set(f"answer/{number}/{self._ranks.rank}", answer)
             number += 1
 
     def _obey(self, number: int, order: _Order) -> _Answer:
