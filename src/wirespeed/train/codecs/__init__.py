@@ -1,1 +1,51 @@
-"""Codecs: how one bucket of gradients is made small, sent and put together again."""
+"""Codecs: how one bucket of gradients is made small, sent and put together again.
+
+``make_codec`` gives the codec of a strategy; call ``warm_up`` once before anything is timed, because the compiled
+kernels are built on first use (seconds the first time on a host, then from numba's cache).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from wirespeed.spec.strategy import CODECS, Strategy
+from wirespeed.train.codecs.base import Codec, Message
+from wirespeed.train.codecs.dense import DenseCodec
+from wirespeed.train.codecs.half import HalfCodec
+from wirespeed.train.codecs.int8 import Int8Codec
+from wirespeed.train.codecs.kernels import KernelChoice, has_numba, kernels_for
+from wirespeed.train.codecs.topk import TopkCodec
+
+__all__ = ["Codec", "KernelChoice", "Message", "has_numba", "kernels_for", "make_codec", "warm_up"]
+
+
+def make_codec(strategy: Strategy, *, kernels: KernelChoice = "auto") -> Codec:
+    """The codec of ``strategy``. "auto" runs compiled loops on the CPU where numba is installed, torch elsewhere.
+
+    Both kinds of kernels give equal bytes. Raises MissingCapability from ``make_buffers`` for "numba" without numba,
+    and UsageError for "numba" on another device than the CPU.
+    """
+    match strategy.codec:
+        case "dense":
+            return DenseCodec(strategy)
+        case "half":
+            return HalfCodec(strategy, kernels)
+        case "int8":
+            return Int8Codec(strategy, kernels)
+        case "topk":
+            return TopkCodec(strategy, kernels)
+
+
+def warm_up(*, kernels: KernelChoice = "auto", device: torch.device | None = None) -> None:
+    """Run every kernel once on little data, so that no compilation falls into a timed step."""
+    on = torch.device("cpu") if device is None else device
+    for name in CODECS:
+        codec = make_codec(Strategy(codec=name), kernels=kernels)
+        grad_n = torch.ones(3000, device=on)
+        residual_n = torch.zeros_like(grad_n) if codec.has_residual else None
+        buffers = codec.make_buffers(len(grad_n), 2, on)
+        for message in codec.exchange(grad_n, residual_n, buffers, rank=0, num_ranks=2):
+            if message.collective == "all_gather":
+                message.receive.view(2, -1).copy_(message.send)
+            elif message.collective == "all_to_all":
+                message.receive.copy_(message.send)

@@ -53,3 +53,13 @@ class Codec(Protocol):
         plus the sum of the residuals, equals the sum of the gradients to rounding.
         """
         ...
+
+
+def average_alone(grad_n: Tensor, residual_n: Tensor | None, num_ranks: int) -> bool:
+    """Whether nothing has to be sent: the bucket is empty, or this is the only rank (the residual is then flushed)."""
+    if num_ranks > 1 and grad_n.numel() > 0:
+        return False
+    if residual_n is not None:
+        grad_n.add_(residual_n)
+        residual_n.zero_()
+    return True

@@ -1,0 +1,145 @@
+"""The arithmetic under the codecs: what a set of kernels offers, and which set runs on which device.
+
+Two sets exist, compiled CPU loops (numba) and plain torch operations for every device. Both give equal bytes, so ranks
+of one group may mix them, and a test holds them to it (NaN payloads of the half codec excepted). Everything here works
+on preallocated tensors; ``work`` is whatever scratch space a set asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from wirespeed.errors import MissingCapability, UsageError
+from wirespeed.train.codecs.layout import Int8Layout, TopkLayout
+
+KernelChoice = Literal["auto", "numba", "torch"]
+
+HALF_MAX = 65504.0
+HALF_TARGET_EXPONENT = 7
+"""The scale aims at 2^7 <= largest averaged entry < 2^8. One rank's entry may then exceed that average 128-fold before
+it saturates, and entries 2^21 times smaller than the largest are still sent with all 11 bits."""
+HALF_SCALE_EXPONENT_LIMIT = 100
+INT8_TINY = 2.0**-100
+"""A block whose largest entry is below this is sent as zeros and stays in the residual: its scale would be denormal."""
+TOPK_SCALE_EXPONENT = 14
+"""A chunk's largest value is sent as 2^14 up to 2^15: no overflow, and full precision 2^28 below it."""
+TOPK_SCALE_EXPONENT_MIN = -100
+
+
+@dataclass
+class HalfBuffers:
+    """``state_2``: the scale, and whether it has been adapted (1) or is the first guess (0)."""
+
+    kernels: Kernels
+    num_ranks: int
+    limit: float
+    send_n: Tensor
+    state_2: Tensor
+    work: Any
+
+
+@dataclass
+class Int8Buffers:
+    """``send_b`` and ``received_b`` hold N records, ``own_b`` one. ``received_b`` takes both collectives' results."""
+
+    kernels: Kernels
+    layout: Int8Layout
+    send_b: Tensor
+    received_b: Tensor
+    own_b: Tensor
+    work: Any
+
+
+@dataclass
+class TopkBuffers:
+    """``send_b`` holds one record, ``gathered_b`` N."""
+
+    kernels: Kernels
+    layout: TopkLayout
+    send_b: Tensor
+    gathered_b: Tensor
+    work: Any
+
+
+class Kernels(Protocol):
+    """One set of kernels. Tensors are flat; ``grad_n`` and ``residual_n`` fp32, messages uint8 (half: fp16)."""
+
+    name: str
+
+    def half_work(self, num_elements: int, device: torch.device) -> Any:
+        """Scratch space for the half kernels."""
+        ...
+
+    def half_encode(self, grad_n: Tensor, buffers: HalfBuffers) -> None:
+        """``send = fp16(clamp(grad * scale / N, -limit, limit))``; what is not finite becomes nan."""
+        ...
+
+    def half_decode(self, grad_n: Tensor, buffers: HalfBuffers) -> None:
+        """``grad = send / scale``, then adapt the scale to the result."""
+        ...
+
+    def int8_work(self, layout: Int8Layout, device: torch.device) -> Any:
+        """Scratch space for the int8 kernels."""
+        ...
+
+    def int8_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: Int8Buffers) -> None:
+        """Quantize ``grad + residual`` by blocks into N records; what rounding took away becomes the residual."""
+        ...
+
+    def int8_reduce(self, residual_n: Tensor, buffers: Int8Buffers, rank: int) -> None:
+        """Add the N received records in fp32 and quantize the sum; its rounding goes to the owner's residual."""
+        ...
+
+    def int8_decode(self, grad_n: Tensor, buffers: Int8Buffers) -> None:
+        """``grad = q * scale / N`` from the N gathered records."""
+        ...
+
+    def topk_work(self, layout: TopkLayout, device: torch.device) -> Any:
+        """Scratch space for the top-k kernels."""
+        ...
+
+    def topk_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: TopkBuffers) -> None:
+        """Send the k largest of ``grad + residual`` of every chunk; the rest, and fp16's rounding, is the residual.
+
+        Among entries of equal size the lower index is sent. Indices within a chunk ascend.
+        """
+        ...
+
+    def topk_decode(self, grad_n: Tensor, buffers: TopkBuffers) -> None:
+        """``grad`` = the sum of the N records, entry by entry in rank order, over N."""
+        ...
+
+
+def has_numba() -> bool:
+    """Whether numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def kernels_for(choice: KernelChoice, device: torch.device) -> Kernels:
+    """The kernels that run on ``device``: with "auto", numba for CPU tensors where installed, else torch."""
+    if choice == "torch" or (choice == "auto" and (device.type != "cpu" or not has_numba())):
+        from wirespeed.train.codecs.kernels_torch import TorchKernels
+
+        return TorchKernels()
+    if device.type != "cpu":
+        raise UsageError(f"got kernels 'numba' for device {device}", expected="kernels 'auto' or 'torch' off the CPU")
+    if not has_numba():
+        raise MissingCapability("numba is not installed", hint="pip install 'wirespeed[train]', or kernels='torch'")
+    from wirespeed.train.codecs.kernels_numba import NumbaKernels
+
+    return NumbaKernels()
+
+
+def half_limit(num_ranks: int) -> float:
+    """The largest magnitude that each of N ranks may send so that no partial fp16 sum can overflow.
+
+    Every addition rounds up by at most a factor 1 + 2^-11, so N terms of L stay below N L (1 + 2^-11)^(N - 1).
+    """
+    limit = HALF_MAX / num_ranks / (1 + 2.0**-11) ** (num_ranks - 1)
+    rounded = float(torch.tensor(limit).half())
+    return rounded if rounded <= limit else float(torch.tensor(limit * (1 - 2.0**-10)).half())
