@@ -1,4 +1,4 @@
-"""Faults of a running lab: a pulled cable, a slow link, two hosts that do not hear each other, and their repair."""
+"""Faults of a running lab: a pulled cable, a slow link, two hosts cut off from each other, and repairs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ class Faults:
         """Apply one fault. ``up`` undoes ``down``; ``heal`` undoes everything that was done to the host."""
         self.link(host)
         if (kind == "rate") != (rate_bit_per_s is not None):
-            raise UsageError(
-                f"got fault {kind!r} and rate {rate_bit_per_s}", expected="a rate with `rate` only"
-            )
+            raise UsageError(f"got fault {kind!r} and rate {rate_bit_per_s}", expected="a rate with `rate` only")
         if (kind == "partition") != (other is not None):
             raise UsageError(
                 f"got fault {kind!r} and other host {other}", expected="another host with `partition` only"

@@ -49,7 +49,11 @@ class LabFolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def state_dir() -> Path:
-    """Where this user's labs are: $WIRESPEED_STATE_DIR, $XDG_RUNTIME_DIR/wirespeed, /run/wirespeed, /tmp/wirespeed-UID."""
+    """Where this user's labs are.
+
+    $WIRESPEED_STATE_DIR, else $XDG_RUNTIME_DIR/wirespeed, else /run/wirespeed (root), else
+    /tmp/wirespeed-UID.
+    """
     given = os.environ.get("WIRESPEED_STATE_DIR")
     if given:
         return Path(given)
@@ -186,9 +190,7 @@ def list_labs() -> tuple[LabFolder, ...]:
             journal = read(path)
         except DataError as error:
             problem = error.problem
-        found.append(
-            LabFolder(name=path.name, path=path, is_alive=_is_alive(path), journal=journal, problem=problem)
-        )
+        found.append(LabFolder(name=path.name, path=path, is_alive=_is_alive(path), journal=journal, problem=problem))
     return tuple(found)
 
 

@@ -1,9 +1,9 @@
-"""The process that is a lab: it makes the namespaces, holds them, changes them on request, and takes them with it.
+"""The process that is a lab: it makes the namespaces, holds and changes them, and takes them with it.
 
-Everything of a lab hangs on this process: when it ends, even by kill -9, the kernel removes namespaces, links and
-bridges. It ends on request, on SIGTERM, and (for a lab made inside a program) when the owner ends. When a client's
-connection closes, or the client ends, what that client started in the lab is ended. It has one thread and blocks only
-for a bounded time.
+Everything of a lab hangs on this process: when it ends, even by kill -9, the kernel removes namespaces, links
+and bridges. It ends on request, on SIGTERM, and (for a lab made inside a program) when the owner ends. When a
+client's connection closes, or the client ends, what that client started in the lab is ended. It has one
+thread and blocks only for a bounded time.
 """
 
 from __future__ import annotations
@@ -215,8 +215,7 @@ class Keeper:
             rootless=self.rootless,
             delay_by="netem" if wiring.uses_netem else "line" if wiring.uses_line else "none",
             hosts=tuple(
-                self.faults.host_status(name, tuple(sorted(found.get(inode, ()))))
-                for inode, name in inodes.items()
+                self.faults.host_status(name, tuple(sorted(found.get(inode, ())))) for inode, name in inodes.items()
             ),
             notes=tuple(wiring.notes),
         )

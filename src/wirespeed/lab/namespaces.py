@@ -108,9 +108,7 @@ def has_sys_admin(system: System) -> bool:
     status = system.read_text("/proc/self/status")
     if status is None:
         return os.geteuid() == 0
-    effective = next(
-        (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0
-    )
+    effective = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)
     return bool(effective >> 21 & 1) and bool(effective >> 12 & 1)
 
 
@@ -121,7 +119,7 @@ def _user_namespace_hint(system: System) -> str:
         return "run as root, or: sysctl kernel.unprivileged_userns_clone=1"
     if system.read_int("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") == 1:
         return "run as root, or: sysctl kernel.apparmor_restrict_unprivileged_userns=0"
-    return "run as root; in a container add the capability SYS_ADMIN (docker run --privileged) or allow unshare in its seccomp profile"
+    return "run as root; in a container add the capability SYS_ADMIN (docker run --privileged)"
 
 
 def _write(path: str, text: str) -> None:

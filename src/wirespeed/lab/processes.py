@@ -46,11 +46,7 @@ def is_in_network(inodes: frozenset[int]) -> Callable[[int], bool]:
 def find(test: Callable[[int], bool]) -> list[int]:
     """Process ids, other than our own, that pass a test."""
     own = os.getpid()
-    return [
-        int(entry)
-        for entry in os.listdir("/proc")
-        if entry.isdigit() and int(entry) != own and test(int(entry))
-    ]
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != own and test(int(entry))]
 
 
 def send(pid: int, test: Callable[[int], bool], number: int) -> bool:

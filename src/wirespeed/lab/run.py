@@ -141,9 +141,7 @@ class _Run:
         except BlockingIOError:
             return
         *lines, rest = (rank.partial[stream] + data).split(b"\n")
-        if (
-            not data or len(rest) > MAX_LINE_BYTES
-        ):  # the end, or a line too long to hold: pass on what there is
+        if not data or len(rest) > MAX_LINE_BYTES:  # the end, or a line too long to hold: pass on what there is
             lines, rest = [*lines, *([rest] if rest else [])], b""
         rank.partial[stream] = rest
         for line in lines:
@@ -235,22 +233,16 @@ def run_ranks(
     finally:
         run.close()
     if lab_ended:
-        raise PeerFailure(
-            f"lab {lab.name} ended during the run", hint="see who called `lab down`, or the kernel's log"
-        )
+        raise PeerFailure(f"lab {lab.name} ended during the run", hint="see who called `lab down`, or the kernel's log")
     return _result(run, failed, in_time=in_time, timeout_s=timeout_s, duration_s=time.monotonic() - began)
 
 
-def _result(
-    run: _Run, failed: _Rank | None, *, in_time: bool, timeout_s: float | None, duration_s: float
-) -> RunResult:
+def _result(run: _Run, failed: _Rank | None, *, in_time: bool, timeout_s: float | None, duration_s: float) -> RunResult:
     tails = tuple(tuple(rank.tail) for rank in run.ranks)
     if not in_time:
         assert timeout_s is not None
         reason = f"the run did not finish within {units.format_duration(timeout_s)}{_known_faults(run.lab)}"
-        return RunResult(
-            returncode=TIMED_OUT, timed_out=True, reason=reason, duration_s=duration_s, tails=tails
-        )
+        return RunResult(returncode=TIMED_OUT, timed_out=True, reason=reason, duration_s=duration_s, tails=tails)
     if failed is None:
         return RunResult(returncode=0, duration_s=duration_s, tails=tails)
     code = failed.process.returncode
@@ -272,8 +264,6 @@ def _known_faults(lab: Lab) -> str:
         return ""
     faults = [f"{host.name} is down" for host in hosts if not host.is_up]
     faults += [
-        f"{host.name} is cut off from {', '.join(host.partitioned_from)}"
-        for host in hosts
-        if host.partitioned_from
+        f"{host.name} is cut off from {', '.join(host.partitioned_from)}" for host in hosts if host.partitioned_from
     ]
     return f" ({'; '.join(faults)})" if faults else ""

@@ -87,9 +87,7 @@ class Wiring:
 
     def _make_host(self, netlink: Any, index: int, host: layout.LabHost, bridge: int, scratch: Path) -> None:
         net, mnt, uts = self._make_namespaces(host, scratch)
-        netlink.link(
-            "add", ifname=f"plug{index}", kind="veth", peer={"ifname": host.interface, "net_ns_fd": net}
-        )
+        netlink.link("add", ifname=f"plug{index}", kind="veth", peer={"ifname": host.interface, "net_ns_fd": net})
         plug = port = _index(netlink, f"plug{index}")
         wants_impairment = self.spec.delay_s > 0 or self.spec.loss > 0
         line = None
@@ -118,15 +116,13 @@ class Wiring:
         )
 
     def _make_namespaces(self, host: layout.LabHost, scratch: Path) -> tuple[int, int, int]:
-        """New namespaces for a host, held by descriptors; this process is back in the lab's own afterwards."""
+        """New namespaces for a host, held by descriptors; this process is in the lab's own again afterwards."""
         namespaces.unshare(namespaces.CLONE_NEWNET | namespaces.CLONE_NEWNS | namespaces.CLONE_NEWUTS)
         try:
             namespaces.sethostname(host.name)
             namespaces.write_sysctl("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1")
             if not namespaces.show_own_devices(scratch) and not self.notes:
-                self.notes.append(
-                    "/sys/class/net shows the machine's devices, not the host's (the kernel forbids it)"
-                )
+                self.notes.append("/sys/class/net shows the machine's devices, not the host's (the kernel forbids it)")
             return namespaces.open_own("net"), namespaces.open_own("mnt"), namespaces.open_own("uts")
         finally:
             for home in (self._uts, self._mnt, self._net):
@@ -138,11 +134,7 @@ class Wiring:
 
     def line_pairs(self) -> list[tuple[str, str]]:
         """For the delay line: per host, the device towards the host and the one towards the bridge."""
-        return [
-            (f"plug{index}", link.line)
-            for index, link in enumerate(self.links.values())
-            if link.line is not None
-        ]
+        return [(f"plug{index}", link.line) for index, link in enumerate(self.links.values()) if link.line is not None]
 
     def free_port(self, host: str) -> int:
         """A TCP port that is free in a host at this moment."""
@@ -184,10 +176,8 @@ class Wiring:
             link, target = self.links[near], self.links[far].host
             with namespaces.inside(link.net, self._net), _netlink() as inner:
                 if cut:
-                    inner.neigh(
-                        "replace", dst=target.address, lladdr=_bridge_address(link.host.rack), ifindex=link.device,
-                        state=_PERMANENT,
-                    )  # fmt: skip
+                    sink = _bridge_address(link.host.rack)
+                    inner.neigh("replace", dst=target.address, lladdr=sink, ifindex=link.device, state=_PERMANENT)
                 else:
                     inner.neigh("del", dst=target.address, ifindex=link.device)
 

@@ -81,7 +81,5 @@ def _parse_range(part: str, text: str) -> tuple[range, int]:
     first = int(match[1])
     last = first if match[2] is None else int(match[2])
     if last < first or last - first >= MAX_HOSTS:
-        raise UsageError(
-            f"got {part!r} in host list {text!r}", expected=f"a rising range below {MAX_HOSTS} hosts"
-        )
+        raise UsageError(f"got {part!r} in host list {text!r}", expected=f"a rising range below {MAX_HOSTS} hosts")
     return range(first, last + 1), len(match[1])
