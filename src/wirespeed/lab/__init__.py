@@ -5,8 +5,9 @@ Layers, each using only those above: layout (data), namespaces and shaping (the 
 cluster and run (what programs use). It assumes Linux, and root or unprivileged user namespaces.
 """
 
-from wirespeed.lab.cluster import Lab, remove_stale, stale_labs, why_unavailable
+from wirespeed.lab.cluster import Lab, remove_stale, stale_labs
 from wirespeed.lab.layout import LabHost, LabSpec
 from wirespeed.lab.run import RunResult
+from wirespeed.lab.start import why_unavailable
 
 __all__ = ["Lab", "LabHost", "LabSpec", "RunResult", "remove_stale", "stale_labs", "why_unavailable"]

@@ -8,14 +8,10 @@ that started it does (the kernel's parent-death signal); the keeper ends whateve
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import select
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,13 +19,13 @@ from typing import IO, Any
 
 import msgspec
 
-from wirespeed.errors import DataError, InternalError, MissingCapability, PeerFailure, UsageError
+from wirespeed.errors import DataError, PeerFailure, UsageError
 from wirespeed.lab import control, journal, layout, processes
 from wirespeed.lab.layout import LabHost, LabSpec
 from wirespeed.lab.run import RunResult, run_ranks
+from wirespeed.lab.start import kill, start_keeper
 from wirespeed.system import CommandResult
 
-_START_S = 30.0
 _ASK_S = 30.0
 _DOWN_S = 15.0
 _ENTER = str(Path(__file__).with_name("enter.py"))
@@ -90,7 +86,7 @@ class Lab:
                 owner_pid=None if self.keep else os.getpid(),
                 spec=self.spec,
             )
-            self._keeper = _start_keeper(msgspec.json.encode(order), folder, lock)
+            self._keeper = start_keeper(msgspec.json.encode(order), folder, lock)
         finally:
             os.close(lock)
             if self._keeper is None:
@@ -98,7 +94,7 @@ class Lab:
         try:
             self._join(folder)
         except BaseException:
-            _kill(self._keeper)
+            kill(self._keeper)
             self._keeper = None
             journal.remove_dead(folder)
             raise
@@ -189,7 +185,11 @@ class Lab:
         rate_bit_per_s: float | None = None,
         other: str | None = None,
     ) -> None:
-        """Break or mend a host's link: ``down``, ``up``, ``rate``, ``partition`` (from ``other``), ``heal`` (all of it)."""
+        """Break or mend a host's link.
+
+        ``down``, ``up``, ``rate``, ``partition`` (from ``other``), or ``heal``, which undoes all that was
+        done to it.
+        """
         self._ask(control.Request(op="fault", host=host, kind=kind, rate_bit_per_s=rate_bit_per_s, other=other))
 
     def free_port(self, host: str = "h0") -> int:
@@ -267,7 +267,10 @@ class Lab:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
     ) -> CommandResult:
-        """Run one command in a host to its end and collect its output; ``returncode`` is None at the deadline."""
+        """Run one command in a host to its end and collect its output.
+
+        ``returncode`` is None at the deadline.
+        """
         token = self.new_token()
         process = self.popen(
             host, command, env=env, cwd=cwd, token=token, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -317,83 +320,6 @@ class Lab:
         if self._keeper_handle is None:
             raise UsageError("this lab is not up", hint="use `with Lab(spec) as lab`, or call up() first")
         return self._keeper_handle
-
-
-def _start_keeper(order: bytes, folder: Path, lock: int) -> subprocess.Popen[bytes]:
-    """Start a keeper, hand it its order and its folder's lock, and wait until the lab is there."""
-    try:
-        log = (folder / "keeper.log").open("w+b")
-    except OSError as error:
-        raise journal.cannot_write(folder, error) from None
-    with log:
-        keeper = _spawn_keeper(log, (lock,))
-        try:
-            _exchange(keeper, order, log)
-        except BaseException:
-            _kill(keeper)
-            raise
-    return keeper
-
-
-def _spawn_keeper(log: IO[bytes], descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    if sys.platform != "linux":
-        raise MissingCapability(f"a lab needs Linux, and this is {sys.platform}")
-    source = str(Path(__file__).parents[2])
-    search = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "wirespeed.lab.keeper"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        pass_fds=descriptors,
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": search},
-    )
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-
-
-def _exchange(keeper: subprocess.Popen[bytes], order: bytes, log: IO[bytes]) -> None:
-    """Give the order and read the answer to its end, within a deadline; its problem is raised as an error."""
-    assert keeper.stdin is not None
-    assert keeper.stdout is not None
-    with keeper.stdin, keeper.stdout:
-        with contextlib.suppress(BrokenPipeError), keeper.stdin as pipe:
-            pipe.write(order)
-        deadline = time.monotonic() + _START_S
-        answer = b""
-        while select.select([keeper.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            data = os.read(keeper.stdout.fileno(), 65536)
-            if not data:
-                break
-            answer += data
-        else:
-            raise PeerFailure(f"the lab's keeper did not finish within {_START_S:g} s")
-    if not answer:
-        log.seek(0)
-        raise InternalError(f"the lab's keeper ended: {log.read().decode(errors='replace')[-2000:]}")
-    reply = msgspec.json.decode(answer, type=control.Reply)
-    if reply.problem is not None:
-        raise reply.problem.as_error()
-
-
-@functools.cache
-def why_unavailable() -> str | None:
-    """None when a lab can be made here, else what is missing. Tries it, once per process."""
-    try:
-        journal.labs_dir()
-        with tempfile.TemporaryFile() as log:
-            keeper = _spawn_keeper(log, ())
-            try:
-                _exchange(keeper, b"", log)
-            finally:
-                _kill(keeper)
-    except (MissingCapability, InternalError, PeerFailure, OSError) as error:
-        return str(error)
-    return None
 
 
 def stale_labs() -> tuple[str, ...]:

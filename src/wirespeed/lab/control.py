@@ -1,7 +1,7 @@
-"""Messages between a lab's keeper and those who use the lab: JSON over a Unix socket that keeps message borders.
+"""Messages between a lab's keeper and its clients: JSON over a Unix socket that keeps message borders.
 
-Descriptors travel beside a message, so a client enters a host without any access to the keeper's /proc. Both ends are
-the same user (the folder has mode 0700).
+Descriptors travel beside a message, so a client enters a host without any access to the keeper's /proc. Both
+ends are the same user (the folder has mode 0700).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def connect(folder: Path, timeout_s: float) -> socket.socket:
 
 @contextlib.contextmanager
 def _short_path(folder: Path) -> Iterator[str]:
-    """The socket's path by way of a descriptor: a socket's address holds 107 bytes, and folders can be deep."""
+    """The socket's path by way of a descriptor: an address holds 107 bytes, and folders can be deep."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/control"

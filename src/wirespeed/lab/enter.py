@@ -13,6 +13,7 @@ import ctypes
 import os
 import signal
 import sys
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 
@@ -23,7 +24,7 @@ def _check(result: int, what: str) -> None:
         raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> NoReturn:
     """Become the command.
 
     Returns an exit code only where the parent is gone; raises OSError where it fails.
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
     # After setns: joining a user namespace changes credentials, which clears this setting.
     _check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     if os.getppid() != parent:
-        return 137
+        os._exit(137)
     if batch:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.execvp(command[0], command)  # noqa: S606 - becoming the user's command is what this file is for
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        code = main(sys.argv[1:])
+        main(sys.argv[1:])
     except FileNotFoundError as error:
         sys.stderr.write(f"wirespeed lab: cannot run {sys.argv[9]!r} in {sys.argv[8]}: {error.strerror}\n")
         code = 127

@@ -1,4 +1,4 @@
-"""Faults of a running lab: a pulled cable, a slow link, two hosts that do not hear each other, and their repair."""
+"""Faults of a running lab: a pulled cable, a slow link, two hosts cut off from each other, and repairs."""
 
 from __future__ import annotations
 

@@ -49,7 +49,11 @@ class LabFolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def state_dir() -> Path:
-    """Where this user's labs are: $WIRESPEED_STATE_DIR, $XDG_RUNTIME_DIR/wirespeed, /run/wirespeed, /tmp/wirespeed-UID."""
+    """Where this user's labs are.
+
+    $WIRESPEED_STATE_DIR, else $XDG_RUNTIME_DIR/wirespeed, else /run/wirespeed (root), else
+    /tmp/wirespeed-UID.
+    """
     given = os.environ.get("WIRESPEED_STATE_DIR")
     if given:
         return Path(given)

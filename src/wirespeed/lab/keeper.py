@@ -1,9 +1,9 @@
-"""The process that is a lab: it makes the namespaces, holds them, changes them on request, and takes them with it.
+"""The process that is a lab: it makes the namespaces, holds and changes them, and takes them with it.
 
-Everything of a lab hangs on this process: when it ends, even by kill -9, the kernel removes namespaces, links and
-bridges. It ends on request, on SIGTERM, and (for a lab made inside a program) when the owner ends. When a client's
-connection closes, or the client ends, what that client started in the lab is ended. It has one thread and blocks only
-for a bounded time.
+Everything of a lab hangs on this process: when it ends, even by kill -9, the kernel removes namespaces, links
+and bridges. It ends on request, on SIGTERM, and (for a lab made inside a program) when the owner ends. When a
+client's connection closes, or the client ends, what that client started in the lab is ended. It has one
+thread and blocks only for a bounded time.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MAX_DELAY_S = 5.0
 INTERFACE = "eth0"
 PREFIX_LENGTH = 16
 HEADER_EFFICIENCY = 1448 / 1514
-"""Payload per byte that a shaper counts: 1500 B of MTU less IPv4 and TCP with timestamps, plus the Ethernet header."""
+"""Payload per byte a shaper counts: the MTU of 1500 less IPv4 and TCP with timestamps; Ethernet's header added."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 _SPEC = re.compile(
@@ -89,7 +89,8 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
         if match is None:
             raise UsageError(
                 f"got lab {text!r}",
-                expected="HOSTSxRATE[/Nracks[:UPLINK]][+DELAY][~LOSS], such as 4x1gbit or 8x200mbit/2racks:100mbit+1ms",
+                expected="HOSTSxRATE[/Nracks[:UPLINK]][+DELAY][~LOSS]",
+                hint="such as 4x1gbit or 8x200mbit/2racks:100mbit+1ms",
             )
         uplink, delay, loss = match["uplink"], match["delay"], match["loss"]
         return cls(
@@ -133,7 +134,7 @@ def lay_out(spec: LabSpec) -> tuple[LabHost, ...]:
 
 
 def hosts_file(hosts: tuple[LabHost, ...], system_text: str) -> str:
-    """The text of /etc/hosts inside a lab: the lab's names first, so that they win, then the system's own lines."""
+    """The text of /etc/hosts inside a lab: the lab's names first, so that they win, then the system's lines."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
     lines += [f"{host.address} {host.name}" for host in hosts]
     return "\n".join(lines) + "\n" + system_text

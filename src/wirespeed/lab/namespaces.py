@@ -119,7 +119,7 @@ def _user_namespace_hint(system: System) -> str:
         return "run as root, or: sysctl kernel.unprivileged_userns_clone=1"
     if system.read_int("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") == 1:
         return "run as root, or: sysctl kernel.apparmor_restrict_unprivileged_userns=0"
-    return "run as root; in a container add the capability SYS_ADMIN (docker run --privileged) or allow unshare in its seccomp profile"
+    return "run as root; in a container add the capability SYS_ADMIN (docker run --privileged)"
 
 
 def _write(path: str, text: str) -> None:

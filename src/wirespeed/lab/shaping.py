@@ -1,8 +1,8 @@
-"""Give a link a rate: tbf on a device, its burst and segment sizes, and the check that the kernel has taken them.
+"""Give a link a rate: tbf on a device, its burst and segment sizes, and the check that the kernel took them.
 
-Measured on kernel 6.18 (veth, bridge, 2 cores): with segments of at most 16 KiB handed to the shaper, a burst of
-262 us of the rate is exact at 1 Gbit/s while a 128 KiB message still takes its time on the wire; larger bursts let whole
-messages pass unshaped, smaller ones lose up to 40 % to late timers.
+Measured on kernel 6.18 (veth, bridge, 2 cores): with segments of at most 16 KiB handed to the shaper, a burst
+of 262 us of the rate is exact at 1 Gbit/s while a 128 KiB message still takes its time on the wire; larger
+bursts let whole messages pass unshaped, smaller ones lose up to 40 % to late timers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def shape_of(rate_bit_per_s: float) -> Shape:
 
 
 def set_rate(netlink: Any, device: int, rate_bit_per_s: float, *, change: bool = False) -> None:
-    """Shape what leaves ``device`` (an index in ``netlink``'s namespace), then read the rate back and compare."""
+    """Shape what leaves ``device`` (an index in ``netlink``'s namespace), then read the rate back."""
     from pyroute2.netlink.exceptions import NetlinkError
 
     shape = shape_of(rate_bit_per_s)
@@ -74,7 +74,7 @@ def set_rate(netlink: Any, device: int, rate_bit_per_s: float, *, change: bool =
 
 
 def read_rate(netlink: Any, device: int) -> float | None:
-    """The rate in bit/s that the kernel applies to what leaves ``device``, or None where nothing shapes it."""
+    """The rate in bit/s that the kernel gives to what leaves ``device``, or None where nothing shapes it."""
     for qdisc in netlink.get_qdiscs(device):
         if qdisc.get_attr("TCA_KIND") == "tbf":
             return float(qdisc.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"] * 8)

@@ -116,7 +116,7 @@ class Wiring:
         )
 
     def _make_namespaces(self, host: layout.LabHost, scratch: Path) -> tuple[int, int, int]:
-        """New namespaces for a host, held by descriptors; this process is back in the lab's own afterwards."""
+        """New namespaces for a host, held by descriptors; this process is in the lab's own again afterwards."""
         namespaces.unshare(namespaces.CLONE_NEWNET | namespaces.CLONE_NEWNS | namespaces.CLONE_NEWUTS)
         try:
             namespaces.sethostname(host.name)
@@ -176,10 +176,8 @@ class Wiring:
             link, target = self.links[near], self.links[far].host
             with namespaces.inside(link.net, self._net), _netlink() as inner:
                 if cut:
-                    inner.neigh(
-                        "replace", dst=target.address, lladdr=_bridge_address(link.host.rack), ifindex=link.device,
-                        state=_PERMANENT,
-                    )  # fmt: skip
+                    sink = _bridge_address(link.host.rack)
+                    inner.neigh("replace", dst=target.address, lladdr=sink, ifindex=link.device, state=_PERMANENT)
                 else:
                     inner.neigh("del", dst=target.address, ifindex=link.device)
 

@@ -46,7 +46,7 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
         local = self.world_size if self.local_world_size is None else self.local_world_size
         if not 1 <= local <= self.world_size or not 0 <= self.local_rank < local:
             raise UsageError(
-                f"got local rank {self.local_rank} of {local} (world size {self.world_size}) from {self.launcher}",
+                f"got local rank {self.local_rank} of {local}, world size {self.world_size}, from {self.launcher}",
                 expected="0 <= local rank < local world size <= world size",
             )
         if not 1 <= self.master_port <= 65535:
@@ -106,7 +106,7 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     if family is None:
         raise UsageError(
             "this process was not started by a launcher",
-            expected="RANK and WORLD_SIZE, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMIX_RANK or PMI_RANK in the environment",
+            expected="RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMIX_RANK or PMI_RANK in its environment",
             hint="start it with torchrun, srun, mpirun or `wirespeed lab run -- ...`",
         )
     rank = _integer(env, family.rank)
@@ -202,7 +202,7 @@ def _master_addr(env: Mapping[str, str], family: _Family, world_size: int, local
 
 
 def _master_port(env: Mapping[str, str]) -> int:
-    """MASTER_PORT, else one that follows from the Slurm job, so that two jobs on a node differ, else torch's default."""
+    """MASTER_PORT, else one from the Slurm job's number (two jobs on a node differ), else torch's default."""
     if env.get("MASTER_PORT", "") != "":
         return _integer(env, "MASTER_PORT")
     job = _optional(env, ("SLURM_JOB_ID", "SLURM_JOBID"))
