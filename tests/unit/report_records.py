@@ -1,4 +1,4 @@
-"""Builds comparisons as `wirespeed tune` makes them: the character GPT of the design notes on four hosts at 1 Gbit/s."""
+"""Builds comparisons as `wirespeed tune` makes them: a character GPT on four hosts at 1 Gbit/s."""
 
 from __future__ import annotations
 

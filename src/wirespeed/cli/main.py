@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import plan, tune
+from wirespeed.cli import plan, report, tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -39,6 +39,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command("tune", context_settings=_PASS_ON)(tune.tune)
 app.command("profile", context_settings=_PASS_ON)(tune.profile)
+app.command("report")(report.report)
 
 
 @app.callback()

@@ -13,8 +13,8 @@ import math
 from typing import Any
 
 from wirespeed.report.summary import PREDICTION_BAND, Row, finite, outcome_losses
-from wirespeed.spec.comparison import MeasuredFabric, StrategyOutcome, TuneRecord
-from wirespeed.units import format_duration, format_rate, format_size
+from wirespeed.spec.comparison import MeasuredFabric, TuneRecord
+from wirespeed.units import MIB, format_duration, format_rate, format_size
 
 Figure = dict[str, Any]
 
@@ -61,15 +61,17 @@ def styles(names_and_codecs: list[tuple[str, str]]) -> dict[str, dict[str, str]]
 
 def step_breakdown(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
     """Stacked bars: where a step's time goes per strategy, with the predicted step as a mark. Milliseconds."""
-    outcomes = [
-        o for o in record.strategies if o.breakdown is not None or _row_of(o, rows).predicted_step_s is not None
+    shown = [
+        (outcome, row)
+        for outcome, row in zip(record.strategies, rows, strict=True)
+        if outcome.breakdown is not None or row.predicted_step_s is not None
     ]
-    if not outcomes:
+    if not shown:
         return None
-    labels = [_label(_row_of(outcome, rows)) for outcome in outcomes]
+    labels = [_label(row) for _, row in shown]
     traces: list[Figure] = []
     for part, field, colour in PARTS:
-        values = [None if o.breakdown is None else finite(getattr(o.breakdown, field)) for o in outcomes]
+        values = [None if o.breakdown is None else finite(getattr(o.breakdown, field)) for o, _ in shown]
         if not any(values):
             continue
         traces.append(
@@ -85,7 +87,7 @@ def step_breakdown(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
                 "marker": {"color": colour, "line": {"width": 0}},
             }
         )
-    predicted = [_row_of(outcome, rows).predicted_step_s for outcome in outcomes]
+    predicted = [row.predicted_step_s for _, row in shown]
     if any(value is not None for value in predicted):
         traces.append(
             {
@@ -108,8 +110,9 @@ def step_breakdown(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
         "data": traces,
         "layout": {
             "barmode": "stack",
+            "showlegend": True,
             "bargap": 0.38,
-            "height": 130 + 44 * len(outcomes),
+            "height": 130 + 44 * len(shown),
             "xaxis": {"title": {"text": "milliseconds per step"}, "rangemode": "tozero"},
             "yaxis": {"autorange": "reversed", "automargin": True, "type": "category", "showgrid": False},
             "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
@@ -152,7 +155,7 @@ def loss_curves(record: TuneRecord, *, against: str) -> Figure | None:
                     "showarrow": True,
                     "arrowcolor": look["color"],
                     "ax": 0,
-                    "ay": -28,
+                    "ay": 30,
                     "font": {"color": look["color"], "size": 11},
                 }
             )
@@ -160,6 +163,7 @@ def loss_curves(record: TuneRecord, *, against: str) -> Figure | None:
         return None
     layout: Figure = {
         "height": 380,
+        "showlegend": True,
         "xaxis": {
             "title": {"text": "seconds of training" if against == "time" else "step"},
             "rangemode": "tozero",
@@ -170,6 +174,9 @@ def loss_curves(record: TuneRecord, *, against: str) -> Figure | None:
         "annotations": diverged,
     }
     target = finite(record.loss_target)
+    heights = [height for trace in traces for height in trace["y"]] + ([] if target is None else [target])
+    room = (max(heights) - min(heights)) * 0.09 or 0.1
+    layout["yaxis"]["range"] = [min(heights) - room, max(heights) + room / 2]
     if target is not None:
         layout["shapes"] = [
             {
@@ -186,9 +193,9 @@ def loss_curves(record: TuneRecord, *, against: str) -> Figure | None:
             *diverged,
             {
                 "xref": "paper",
-                "x": 1,
+                "x": 0.01,
                 "y": target,
-                "xanchor": "right",
+                "xanchor": "left",
                 "yanchor": "top",
                 "text": f"where dense ends: {target:.4g}",
                 "showarrow": False,
@@ -206,14 +213,14 @@ def predicted_against_measured(record: TuneRecord, rows: tuple[Row, ...]) -> Fig
     looks = styles([(o.name, o.strategy.codec) for o in record.strategies])
     values = [value * 1e3 for row in points for value in (row.measured_step_s, row.predicted_step_s) if value]
     low, high = min(values) * 0.75, max(values) * 1.3
+    above, below = 1 + PREDICTION_BAND, 1 - PREDICTION_BAND
     band = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": True}
     traces: list[Figure] = [
         {
             **band,
             "name": f"±{PREDICTION_BAND * 100:.0f} %",
             "x": [low, high, high, low],
-            "y": [low * (1 + PREDICTION_BAND), high * (1 + PREDICTION_BAND), high * (1 - PREDICTION_BAND)]
-            + [low * (1 - PREDICTION_BAND)],
+            "y": [low * above, high * above, high * below, low * below],
             "fill": "toself",
             "fillcolor": "rgba(128,128,128,0.16)",
             "line": {"width": 0},
@@ -241,7 +248,14 @@ def predicted_against_measured(record: TuneRecord, rows: tuple[Row, ...]) -> Fig
                 },
             }
         )
-    axis = {"type": "log", "range": [math.log10(low), math.log10(high)], "dtick": "D2", "automargin": True}
+    ticks = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 1.5, 2, 3, 4, 5, 7)]
+    axis = {
+        "type": "log",
+        "range": [math.log10(low), math.log10(high)],
+        "tickvals": [tick for tick in ticks if low <= tick <= high],
+        "ticktext": [f"{tick:g}" for tick in ticks if low <= tick <= high],
+        "automargin": True,
+    }
     return {
         "data": traces,
         "layout": {
@@ -301,7 +315,7 @@ def link_matrix(fabric: MeasuredFabric) -> Figure | None:
 
 
 def bytes_sent(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
-    """What one rank sends per step: as the strategy states it, and as counted on the wire. Megabytes (10^6)."""
+    """What one rank sends per step: as the strategy states it, and as counted on the wire. MiB."""
     shown = [row for row in rows if row.stated_bytes is not None or row.wire_bytes is not None]
     if not shown:
         return None
@@ -309,7 +323,7 @@ def bytes_sent(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
     labels = [_label(row) for row in shown]
     traces: list[Figure] = []
     for name, values, opacity in (
-        ("stated", [row.stated_bytes for row in shown], 0.45),
+        ("stated", [row.stated_bytes for row in shown], 0.4),
         ("counted on the wire", [row.wire_bytes for row in shown], 1.0),
     ):
         if all(value is None for value in values):
@@ -320,12 +334,12 @@ def bytes_sent(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
                 "orientation": "h",
                 "name": name,
                 "y": labels,
-                "x": [None if value is None else value / 1e6 for value in values],
+                "x": [None if value is None else value / MIB for value in values],
                 "text": ["" if value is None else format_size(value) for value in values],
                 "textposition": "outside",
                 "cliponaxis": False,
                 "hovertemplate": f"%{{y}}<br>{name}: %{{text}}<extra></extra>",
-                "marker": {"color": [looks[row.name]["color"] for row in shown], "opacity": opacity},
+                "marker": {"color": [_faded(looks[row.name]["color"], opacity) for row in shown]},
             }
         )
     return {
@@ -334,7 +348,7 @@ def bytes_sent(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
             "barmode": "group",
             "bargap": 0.3,
             "height": 110 + 48 * len(shown),
-            "xaxis": {"title": {"text": "MB per step and rank"}, "rangemode": "tozero"},
+            "xaxis": {"title": {"text": "MiB per step and rank"}, "rangemode": "tozero"},
             "yaxis": {"autorange": "reversed", "automargin": True, "type": "category", "showgrid": False},
             "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
             "margin": {"t": 44, "b": 50, "r": 90},
@@ -342,8 +356,9 @@ def bytes_sent(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
     }
 
 
-def _row_of(outcome: StrategyOutcome, rows: tuple[Row, ...]) -> Row:
-    return next(row for row in rows if row.name == outcome.name)
+def _faded(colour: str, opacity: float) -> str:
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity:g})"
 
 
 def _label(row: Row) -> str:

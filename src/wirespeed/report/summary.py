@@ -14,7 +14,7 @@ import msgspec
 
 from wirespeed.spec.comparison import LossPoint, StrategyOutcome, TuneRecord
 from wirespeed.spec.strategy import FIDELITIES, CodecName, Fidelity
-from wirespeed.units import format_duration, format_percent
+from wirespeed.units import format_duration
 
 PREDICTION_BAND = 0.15
 """Relative error within which a prediction counts as good (the project's own bar)."""
@@ -168,27 +168,26 @@ def _sentences(record: TuneRecord, rows: tuple[Row, ...]) -> tuple[str, tuple[st
         points.append("The comparison was stopped before its end: what did not run is missing below.")
     if chosen is None:
         ran = sum(row.state == "measured" for row in rows)
+        if ran == 0:
+            return "No strategy was measured, so none was chosen.", tuple(points)
         return f"No strategy was chosen: {ran} of {len(rows)} strategies were measured.", tuple(points)
     if chosen.state == "predicted":
         step = "unknown" if chosen.predicted_step_s is None else format_duration(chosen.predicted_step_s)
         headline = f"{chosen.name} is predicted to be best, with a step of {step}; it was not measured."
     elif dense is not None and chosen.name == dense.name:
-        headline = _keep_dense(dense, rows)
+        headline = _keep_dense(record, dense, rows)
     else:
         headline = _gain(chosen, dense)
     points += _points(record, rows, chosen, dense)
     return headline, tuple(points)
 
 
-def _keep_dense(dense: Row, rows: tuple[Row, ...]) -> str:
-    others = sum(row.state == "measured" for row in rows) - 1
+def _keep_dense(record: TuneRecord, dense: Row, rows: tuple[Row, ...]) -> str:
     share = "" if dense.exposed_share is None else share_text(dense.exposed_share)
-    head = "Change nothing: " if others else "Only dense was measured: "
-    if others:
-        head += f"no allowed strategy of the {others} others measured beats dense"
-    elif dense.measured_step_s is not None:
-        head += f"its step takes {format_duration(dense.measured_step_s)}"
-    return head + (f"; communication was {share} of the step." if share else ".")
+    tail = f"; communication was {share} of its step." if share else "."
+    if any(row.state == "measured" and row.name != dense.name for row in rows):
+        return f"Change nothing: of what fidelity {record.fidelity!r} allows, nothing measured beats dense{tail}"
+    return f"Only dense was measured: its step takes {format_duration(dense.measured_step_s or 0.0)}{tail}"
 
 
 def _gain(chosen: Row, dense: Row | None) -> str:
@@ -222,8 +221,8 @@ def _points(record: TuneRecord, rows: tuple[Row, ...], chosen: Row, dense: Row |
         errors = [abs(row.prediction_error or 0.0) for row in measured]
         within = sum(error <= PREDICTION_BAND for error in errors)
         points.append(
-            f"{within} of {len(errors)} predictions lie within {format_percent(PREDICTION_BAND)} of the measurement; "
-            f"the largest error is {format_percent(max(errors))}."
+            f"{within} of {len(errors)} predicted steps lie within {share_text(PREDICTION_BAND)} of the measured ones; "
+            f"the largest error is {share_text(max(errors))}."
         )
     diverged = [f"{row.name} (step {row.diverged_at_step})" for row in rows if row.diverged_at_step is not None]
     if diverged:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from wirespeed.report.summary import Row, Summary, summarize
 from wirespeed.spec.comparison import TuneRecord
-from wirespeed.units import format_duration, format_percent, format_size
+from wirespeed.units import format_duration, format_size
 
 ABSENT = "–"
 MAX_WIDTH = 124
@@ -60,8 +60,9 @@ def speed_up_text(row: Row) -> str:
 
 def measured_text(row: Row) -> str:
     """The measured step with its spread."""
-    spread = "" if row.measured_spread is None else f" ±{row.measured_spread * 100:.0f} %"
-    return duration_text(row.measured_step_s) + spread
+    if row.measured_step_s is None or row.measured_spread is None:
+        return duration_text(row.measured_step_s)
+    return f"{format_duration(row.measured_step_s)} ±{row.measured_spread * 100:.0f} %"
 
 
 _STRATEGY: Column = ("  strategy", lambda row: f"{'*' if row.chosen else ' '} {row.name}")
@@ -110,8 +111,9 @@ def comparison_table(record: TuneRecord, *, width: int | None = None) -> Table:
 
 
 def _needed_width(columns: tuple[Column, ...], rows: tuple[Row, ...]) -> int:
-    widths = (max(cell_len(text) for text in [*heading.split("\n"), *map(cell, rows)]) + 1 for heading, cell in columns)
-    return sum(widths)
+    # Beside its text a column has one space of padding and one of divider.
+    widths = (max(cell_len(text) for text in [*heading.split("\n"), *map(cell, rows)]) + 2 for heading, cell in columns)
+    return sum(widths) + 1
 
 
 def _notes(summary: Summary) -> Text:
@@ -131,8 +133,3 @@ def _notes(summary: Summary) -> Text:
         notes.append("\nWarning: ", style="yellow")
         notes.append(warning)
     return notes
-
-
-def percent_text(fraction: float | None) -> str:
-    """A share, or a dash where it is unknown."""
-    return ABSENT if fraction is None else format_percent(fraction)
