@@ -34,7 +34,11 @@ TIMED_OUT = 124
 MAX_RANKS = 1024
 _DRAIN_S = 2.0
 
+_ASK_S = 0.2
+DEADLINE = "deadline"
+
 OnLine = Callable[[int, str, str], None]
+ShouldStop = Callable[[], str | None]
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,14 +157,19 @@ class _Run:
             pipe.close()
             self.num_pipes -= 1
 
-    def wait(self, deadline: float | None) -> bool:
-        """Until all have ended or one has failed; False at the deadline."""
+    def wait(self, deadline: float | None, should_stop: ShouldStop | None) -> str | None:
+        """Until all have ended or one has failed; a reason when ``should_stop`` or the deadline ended it."""
         while self.num_running and self.failed is None and not self.lab_ended:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                return False
+                return DEADLINE
+            if should_stop is not None:
+                reason = should_stop()
+                if reason is not None:
+                    return reason
+                left = _ASK_S if left is None else min(left, _ASK_S)
             self.step(left)
-        return True
+        return None
 
     def stop(self) -> None:
         """End everything of the run and read what it still wrote."""
@@ -200,6 +209,7 @@ def run_ranks(
     sched_batch: bool,
     timeout_s: float | None,
     on_line: OnLine | None,
+    should_stop: ShouldStop | None = None,
     cwd: str | Path | None,
 ) -> RunResult:
     """See ``Lab.run``."""
@@ -227,21 +237,22 @@ def run_ranks(
             }
             host = lab.hosts[number // ranks_per_host].name
             run.start(host, command, variables, sched_batch=sched_batch, cwd=cwd)
-        in_time = run.wait(deadline)
+        given_up = run.wait(deadline, should_stop)
         failed, lab_ended = run.failed, run.lab_ended
         run.stop()
     finally:
         run.close()
     if lab_ended:
         raise PeerFailure(f"lab {lab.name} ended during the run", hint="see who called `lab down`, or the kernel's log")
-    return _result(run, failed, in_time=in_time, timeout_s=timeout_s, duration_s=time.monotonic() - began)
+    return _result(run, failed, given_up=given_up, timeout_s=timeout_s, duration_s=time.monotonic() - began)
 
 
-def _result(run: _Run, failed: _Rank | None, *, in_time: bool, timeout_s: float | None, duration_s: float) -> RunResult:
+def _result(run: _Run, failed: _Rank | None, *, given_up: str | None, timeout_s: float | None, duration_s: float) -> RunResult:
     tails = tuple(tuple(rank.tail) for rank in run.ranks)
-    if not in_time:
-        assert timeout_s is not None
-        reason = f"the run did not finish within {units.format_duration(timeout_s)}{_known_faults(run.lab)}"
+    if given_up is not None:
+        if given_up is DEADLINE:
+            given_up = f"the run did not finish within {units.format_duration(timeout_s or 0.0)}"
+        reason = f"{given_up}{_known_faults(run.lab)}"
         return RunResult(returncode=TIMED_OUT, timed_out=True, reason=reason, duration_s=duration_s, tails=tails)
     if failed is None:
         return RunResult(returncode=0, duration_s=duration_s, tails=tails)

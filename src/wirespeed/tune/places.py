@@ -153,29 +153,17 @@ class LabPlace:
     ) -> RunEnd:
         """See ``Place``. The lab ends the other ranks when one fails."""
         tails = Tails(folder / LOG, self.num_ranks)
-        given_up: list[str] = []
-        ended = threading.Event()
-
-        def patrol() -> None:
-            while not ended.wait(0.2):
-                reason = None if watch is None else watch.check()
-                if reason is not None:
-                    given_up.append(reason)
-                    self._lab.stop_run()
-                    return
-
-        guard = threading.Thread(target=patrol, name="wirespeed-watch", daemon=True)
-        guard.start()
         try:
             result = self._lab.run(
-                command, ranks_per_host=self.ranks_per_host, env=env, on_line=tails.add, timeout_s=timeout_s
+                command,
+                ranks_per_host=self.ranks_per_host,
+                env={"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"), **env},
+                on_line=tails.add,
+                should_stop=None if watch is None else watch.check,
+                timeout_s=timeout_s,
             )
         finally:
-            ended.set()
-            guard.join(1.0)
             lines = tails.close()
-        if given_up:
-            return RunEnd(returncode=4, reason=given_up[0], is_stalled=True, tail=lines)
         return RunEnd(
             returncode=4 if result.timed_out else result.returncode,
             failed_rank=result.failed_rank,
