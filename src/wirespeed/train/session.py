@@ -66,6 +66,7 @@ class Session:
         self._bucket_times: deque[BucketTimes] = deque(maxlen=KEPT_BUCKET_TIMES)
         self._losses: list[LossEntry] = []
         self._wire: list[tuple[int, int]] = []
+        self._begin_listeners: list[Any] = []
         self._step_listeners: list[Any] = []
         self._handles: list[Any] = []
         self._is_attached = True
@@ -181,6 +182,10 @@ class Session:
         """Call ``listener(session)`` after every optimizer step."""
         self._step_listeners.append(listener)
 
+    def on_begin(self, listener: Any) -> None:
+        """Call ``listener(session)`` when a training forward begins, before it counts as begun."""
+        self._begin_listeners.append(listener)
+
     @property
     def losses(self) -> list[LossEntry]:
         """What ``record`` was given."""
@@ -230,6 +235,8 @@ class Session:
         if not self._is_training():
             self.clock.begin_evaluation()
             return
+        for listener in self._begin_listeners:
+            listener(self)
         if not self.clock.has_begun:
             self.clock.begin()
         self.clock.mark("forward_begin")

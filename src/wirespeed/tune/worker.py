@@ -1,8 +1,9 @@
 """Run one script of the user's under a directive: ``python -m wirespeed.tune.worker SCRIPT [ARGS]``, one rank.
 
 The script need not know wirespeed. ``DistributedDataParallel`` gets a session as soon as it is made, the scalar on
-which ``backward()`` is called is noted as the training loss, and the optimizer's steps are counted: after the last one
-``RunEnded`` is raised out of ``optimizer.step()``. The rank then leaves its trace in the directive's folder.
+which ``backward()`` is called is noted as the training loss, and the optimizer's steps are counted: where the forward
+pass after the last one begins, so that the script could still evaluate, ``RunEnded`` is raised. The rank then leaves
+its trace in the directive's folder.
 """
 
 from __future__ import annotations
@@ -107,12 +108,16 @@ class Run:
             directive.heartbeat_path(self.session.rank), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644
         )
         self.session.on_step(self._step_done)
+        self.session.on_begin(self._end_when_done)
 
     def _step_done(self, session: Session) -> None:
         num_steps = session.clock.num_steps
         os.pwrite(self._heartbeat, struct.pack("<q", num_steps), 0)
         if self._readiness is not None:
             self._readiness.end_step()
+
+    def _end_when_done(self, session: Session) -> None:
+        num_steps = session.clock.num_steps
         if num_steps >= self.directive.num_steps and self._is_over(session, num_steps):
             raise RunEnded
 
