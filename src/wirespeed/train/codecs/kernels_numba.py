@@ -86,13 +86,13 @@ def _float(context: Any, bits: Any) -> Any:
 
 
 @_intrinsic
-def _mask_at_least(context: Any, keys: Any, start: Any, threshold: Any) -> Any:
-    """Bit i says whether ``keys[start + i] >= threshold``, for _LANES entries.
+def _mask_at_least(context: Any, bits: Any, start: Any, threshold: Any) -> Any:
+    """Bit i says whether the magnitude in ``bits[start + i]`` is at least ``threshold``, for _LANES entries.
 
     Written as vector operations of LLVM's own, which every target lowers to what it has: its loop vectoriser does not
     find this by itself.
     """
-    if not isinstance(keys, types.Array) or keys.dtype != types.uint32:
+    if not isinstance(bits, types.Array) or bits.dtype != types.uint32:
         return None
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -104,9 +104,10 @@ def _mask_at_least(context: Any, keys: Any, start: Any, threshold: Any) -> Any:
         single = builder.insert_element(ir.Constant(vector, ir.Undefined), arguments[2], ir.Constant(ir.IntType(32), 0))
         lanes = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
         splat = builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), lanes)
-        return builder.bitcast(builder.icmp_unsigned(">=", loaded, splat), ir.IntType(_LANES))
+        size = builder.and_(loaded, ir.Constant(vector, [0x7FFFFFFF] * _LANES))
+        return builder.bitcast(builder.icmp_unsigned(">=", size, splat), ir.IntType(_LANES))
 
-    return types.uint64(keys, types.intp, types.uint32), build
+    return types.uint64(bits, types.intp, types.uint32), build
 
 
 @_intrinsic
@@ -278,30 +279,31 @@ def _kth_largest(keys: Any, size: int, k: int, low_bit: int) -> np.uint32:
 
 
 @_jit
-def _add_and_group(g: Any, r: Any, total: Any, keys: Any, groups: Any, num_groups: int) -> None:
-    """``total = g + r``, its magnitudes' bits in ``keys``, and their maximum over entries equal modulo num_groups."""
+def _add_and_group(g: Any, r: Any, total: Any, groups: Any, num_groups: int) -> None:
+    """``total = g + r``; ``groups``: bits of the largest magnitude among entries whose index is equal modulo num_groups.
+
+    Four arrays, not more: with five, LLVM gives up on proving them apart and vectorises nothing (3x slower).
+    """
     groups[:num_groups] = np.uint32(0)
     for first in range(0, g.size, num_groups):
         last = min(first + num_groups, g.size)
-        g_row, r_row, total_row, key_row = g[first:last], r[first:last], total[first:last], keys[first:last]
+        g_row, r_row, total_row = g[first:last], r[first:last], total[first:last]
         for i in range(g_row.size):
             value = np.float32(g_row[i] + r_row[i])
-            key = np.uint32(_bits(value) & _MAGNITUDE)
             total_row[i] = value
-            key_row[i] = key
-            groups[i] = max(groups[i], key)
+            groups[i] = max(groups[i], np.uint32(_bits(value) & _MAGNITUDE))
 
 
 @_jit
-def _collect(keys: Any, size: int, threshold: np.uint32, found: Any, found_keys: Any) -> int:
-    """Indices of the first ``size`` keys at or above the threshold, ascending. ``keys`` is zero up to whole _LANES."""
+def _collect(bits: Any, size: int, threshold: np.uint32, found: Any, found_keys: Any) -> int:
+    """Indices of the first ``size`` magnitudes at or above the threshold, ascending. ``bits`` is 0 up to whole _LANES."""
     count = 0
     for first in range(0, size, _LANES):
-        mask = _mask_at_least(keys, first, threshold)
+        mask = _mask_at_least(bits, first, threshold)
         while mask != np.uint64(0):
             index = first + _lowest_bit(mask)
             found[count] = index
-            found_keys[count] = keys[index]
+            found_keys[count] = np.uint32(bits[index] & _MAGNITUDE)
             count += 1
             mask = np.uint64(mask & np.uint64(mask - np.uint64(1)))
     while count > 0 and found[count - 1] >= size:  # the zeros behind the end pass a threshold of 0
@@ -327,7 +329,7 @@ def _keep_largest(found: Any, found_keys: Any, count: int, k: int) -> None:
 @_jit
 def _topk_chunk(
     g: Any, r: Any, k: int, values: Any, indices: Any,
-    total: Any, keys: Any, groups: Any, found: Any, found_keys: Any,
+    total: Any, total_bits: Any, groups: Any, found: Any, found_keys: Any,
 ) -> Any:  # fmt: skip
     """Encode one chunk and give its scale (nan: it holds inf or nan; its residual is left alone)."""
     size = g.size
@@ -335,7 +337,7 @@ def _topk_chunk(
     while num_groups < 3 * k:
         num_groups *= 2
     num_groups = min(num_groups, size)
-    _add_and_group(g, r, total, keys, groups, num_groups)
+    _add_and_group(g, r, total, groups, num_groups)
     largest = np.uint32(0)
     for i in range(num_groups):
         largest = max(largest, groups[i])
@@ -345,29 +347,34 @@ def _topk_chunk(
             indices[i] = np.uint16(i)
         return _NAN
     for i in range(size, (size + _LANES - 1) // _LANES * _LANES):
-        keys[i] = np.uint32(0)
+        total[i] = _ZERO
     threshold = _kth_largest(groups, num_groups, k, 12)
-    count = _collect(keys, size, threshold, found, found_keys)
+    count = _collect(total_bits, size, threshold, found, found_keys)
     if count > k:
         _keep_largest(found, found_keys, count, k)
     exponent: Any = max(np.int64(largest >> np.uint32(23)) - 127 - TOPK_SCALE_EXPONENT, TOPK_SCALE_EXPONENT_MIN)
     scale = _float(np.uint32(np.uint32(127 + exponent) << np.uint32(23)))
     inverse = _float(np.uint32(np.uint32(127 - exponent) << np.uint32(23)))
-    r[:] = total[:size]
+    for i in range(size):
+        r[i] = total[i]
+    picked = found_keys  # free again; three loops, because the middle one vectorises
     for i in range(k):
-        index = found[i]
-        value = total[index]
+        picked[i] = total_bits[found[i]]
+        indices[i] = np.uint16(found[i])
+    for i in range(k):
+        value = _float(picked[i])
         half = _to_half(np.float32(value * inverse))
         values[i] = half
-        indices[i] = np.uint16(index)
-        r[index] = np.float32(value - np.float32(_from_half(half) * scale))
+        picked[i] = _bits(np.float32(value - np.float32(_from_half(half) * scale)))
+    for i in range(k):
+        r[found[i]] = _float(picked[i])
     return scale
 
 
 @_jit
 def _topk_encode(
     grad: Any, residual: Any, scales: Any, values: Any, indices: Any, per_chunk: int, per_rest: int,
-    total: Any, keys: Any, groups: Any, found: Any, found_keys: Any,
+    total: Any, total_bits: Any, groups: Any, found: Any, found_keys: Any,
 ) -> None:  # fmt: skip
     entry = 0
     for chunk in range(scales.size):
@@ -376,7 +383,7 @@ def _topk_encode(
         k = per_chunk if last - first == TOPK_CHUNK else per_rest
         scales[chunk] = _topk_chunk(
             grad[first:last], residual[first:last], k, values[entry : entry + k], indices[entry : entry + k],
-            total, keys, groups, found, found_keys,
+            total, total_bits, groups, found, found_keys,
         )  # fmt: skip
         entry += k
 
@@ -430,7 +437,7 @@ class NumbaKernels:
 
     def int8_work(self, layout: Int8Layout, device: torch.device) -> _Array:
         """One block's sum."""
-        return np.zeros(INT8_BLOCK, np.float32)
+        return torch.zeros(INT8_BLOCK).numpy()
 
     def int8_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: Int8Buffers) -> None:
         """See ``Kernels.int8_encode``."""
@@ -459,11 +466,12 @@ class NumbaKernels:
         )  # fmt: skip
 
     def topk_work(self, layout: TopkLayout, device: torch.device) -> tuple[_Array, ...]:
-        """One chunk's sum, keys, group maxima, and candidates with their keys: 300 KiB, to stay in a core's cache."""
+        """One chunk's sum (twice: as fp32 and its bits), group maxima, and candidates with their magnitudes' bits."""
+        total = torch.zeros(TOPK_CHUNK).numpy()  # torch's memory starts at a cache line, numpy's may not
         return (
-            np.zeros(TOPK_CHUNK, np.float32),
-            np.zeros(TOPK_CHUNK, np.uint32),
-            np.zeros(TOPK_CHUNK, np.uint32),
+            total,
+            total.view(np.uint32),
+            torch.zeros(TOPK_CHUNK, dtype=torch.int32).numpy().view(np.uint32),
             np.zeros(TOPK_CHUNK + _LANES, np.int32),
             np.zeros(TOPK_CHUNK + _LANES, np.uint32),
         )
