@@ -1,7 +1,7 @@
 """Turn Records into a Fabric: hosts with measured rates, and size-dependent curves with their residuals.
 
 Per collective, layout and size the median of all runs of all records is taken, so neither the order of the records nor
-one slow run matters. A host's rate is the best median goodput it reached with any peer, in its weaker direction: a
+one slow run matters. A host's rate is the best mean goodput it reached with any peer, in its weaker direction: a
 bound that is a little high is safe, one that is too low would reject true measurements. Assumes that all records come
 from the same network under the same load; nothing in a record can prove that.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 from wirespeed.errors import DataError, UsageError
 from wirespeed.fabric.collectives import nic_factor
@@ -18,7 +18,7 @@ from wirespeed.fabric.curves import fit_curve
 from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Fabric, Figure, Host
 from wirespeed.records import CodecsRecord, Collective, CollectivesRecord, LinksRecord
 
-_Layout = tuple[Collective, str, int, int]
+_Layout = tuple[Collective, str, str, int, int]
 
 
 def calibrate(
@@ -64,11 +64,12 @@ def calibrate(
 
 
 def host_rates_bit_per_s(links: LinksRecord) -> dict[str, float]:
-    """Goodput of each host's NIC: the best median over its peers and stream counts, in the weaker direction."""
+    """Goodput of each host's NIC: the best mean over its peers and stream counts, in the weaker direction."""
     best: dict[tuple[str, str], float] = {}
     for sample in links.samples:
         if sample.bit_per_s and not sample.is_bidirectional:
-            rate = median(sample.bit_per_s)
+            # The mean, not the median: a reader that was late for one window makes up for it in the next.
+            rate = fmean(sample.bit_per_s)
             for end in (("out", sample.source), ("in", sample.target)):
                 best[end] = max(best.get(end, 0.0), rate)
     rates = {}
@@ -95,7 +96,7 @@ def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, fl
     cpu: dict[_Layout, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         for sample in record.samples:
-            key = (sample.collective, record.backend, record.num_ranks, record.ranks_per_host)
+            key = (sample.collective, sample.dtype, record.backend, record.num_ranks, record.ranks_per_host)
             what = f"{sample.collective} of {sample.size_bytes} bytes in the record of {record.created}"
             if not sample.is_correct:
                 raise DataError(f"{what} gave wrong results", expected="correct results", hint="do not use this host")
@@ -105,7 +106,7 @@ def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, fl
     fastest_first = sorted(rates.values(), reverse=True)
     curves = []
     for key in sorted(times):
-        collective, backend, num_ranks, ranks_per_host = key
+        collective, dtype, backend, num_ranks, ranks_per_host = key
         num_hosts = num_ranks // ranks_per_host
         floor_s_per_byte = 0.0
         if fastest_first:
@@ -123,6 +124,7 @@ def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, fl
                 num_ranks=num_ranks,
                 ranks_per_host=ranks_per_host,
                 curve=curve,
+                dtype=dtype,
             )
         )
     return tuple(curves)

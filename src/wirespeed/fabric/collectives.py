@@ -18,6 +18,9 @@ from wirespeed.records import Collective
 from wirespeed.spec.strategy import bus_factor
 from wirespeed.spec.workload import Origin
 
+SUMS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")
+"""Collectives that add elements up, so that their type matters; the others move bytes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCost:
@@ -47,9 +50,12 @@ def collective_cost(
     *,
     ranks_per_host: int = 1,
     backend: str = "gloo",
+    dtype: str = "float32",
 ) -> CollectiveCost:
     """Time of one collective of ``size_bytes`` (the convention of ``records``); monotone in size.
 
+    ``dtype`` is that of the elements summed. Where only another one was measured, its curve is used and the answer is
+    not in range; collectives that only move bytes ignore it.
     Raises DataError where the fabric holds neither a curve nor the rate and round trip that a closed form needs.
     """
     if size_bytes < 0 or num_ranks < 1 or ranks_per_host < 1 or num_ranks % ranks_per_host:
@@ -68,14 +74,19 @@ def collective_cost(
     if not held:
         seconds = max(_ring_s(fabric, collective, size_bytes, num_ranks, ranks_per_host), bound_s)
         return CollectiveCost(seconds=seconds, lower_bound_s=bound_s, cpu=0.0, origin="assumed", is_in_range=False)
-    best = min(held, key=lambda c: (_distance(c.num_ranks, num_ranks), c.num_ranks))
+    moves = collective not in SUMS
+    best = min(
+        held,
+        key=lambda c: (not (moves or c.dtype == dtype), _distance(c.num_ranks, num_ranks), c.num_ranks, c.dtype),
+    )
+    is_alike = moves or best.dtype == dtype
     if best.num_ranks == num_ranks:
         return CollectiveCost(
             seconds=max(curve_time_s(best.curve, size_bytes), bound_s),
             lower_bound_s=bound_s,
             cpu=curve_cpu(best.curve, size_bytes),
-            origin=best.origin,
-            is_in_range=is_in_range(best.curve, size_bytes),
+            origin=best.origin if is_alike else "assumed",
+            is_in_range=is_alike and is_in_range(best.curve, size_bytes),
         )
     seconds, cpu = _rescaled(best, collective, size_bytes, num_ranks)
     return CollectiveCost(

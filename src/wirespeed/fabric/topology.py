@@ -66,6 +66,8 @@ class CollectiveCurve(msgspec.Struct, frozen=True, kw_only=True):
     ranks_per_host: int
     curve: Curve
     origin: Origin = "measured"
+    dtype: str = "float32"
+    """Of the elements summed; without meaning for collectives that only move bytes."""
 
 
 class CodecCurve(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,12 +34,15 @@ from wirespeed.units import KIB, format_duration, format_size
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 SIZES_BYTES = tuple(KIB * 4**i for i in range(10))
 """1 KiB to 256 MiB, by fours."""
+DTYPES = ("float32", "float16")
 MIN_RUNS = 3
 CASE_BUDGET_S = 2.0
 """Timed seconds per collective and size: large sizes get fewer runs, never under three."""
 _TILE = 2**20
 """Elements of the test pattern; it is repeated, so that checking 256 MiB needs no second buffer of that size."""
 _IDENTITY_BYTES = 1024
+_EXACT_FP16 = 2048
+"""fp16 holds every whole number up to here."""
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -50,6 +53,7 @@ def measure_collectives(
     *,
     collectives: Sequence[Collective] = COLLECTIVES,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
+    dtypes: Sequence[str] = DTYPES,
     repeats: int = 20,
     warmup: int = 2,
     deadline_s: float = 120.0,
@@ -59,16 +63,19 @@ def measure_collectives(
 ) -> CollectivesRecord | None:
     """Measure on the default process group, or on one made from the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
-    Returns the record on rank 0 and None elsewhere. ``deadline_s`` bounds the whole measurement: sizes that would pass
+    Returns the record on rank 0 and None elsewhere. ``dtypes``: element types that all_reduce sums; reduce_scatter sums
+    the first, and the other collectives move bytes. ``deadline_s`` bounds the whole measurement: sizes that would pass
     it are skipped and noted. ``timeout_s`` bounds each wait for a peer in a group made here. ``backend`` None means
     nccl where every rank of the host has a GPU of its own, else gloo. Raises PeerFailure when a peer does not answer.
     """
-    _check_arguments(collectives, sizes_bytes, repeats, warmup)
+    _check_arguments(collectives, sizes_bytes, dtypes, repeats, warmup)
     with _mapped_faults(), _process_group(backend, timeout_s) as settings:
         group = _Group()
         notes = [*settings, *group.notes]
         with _intra_op_threads(max(1, math.floor(group.cpus_per_rank))):
-            samples = _sweep(group, collectives, sizes_bytes, repeats, warmup, deadline_s, progress, notes)
+            samples = _sweep(
+                group, _kinds(collectives, dtypes), sizes_bytes, repeats, warmup, deadline_s, progress, notes
+            )
         if group.rank != 0:
             return None
         return CollectivesRecord(
@@ -82,10 +89,19 @@ def measure_collectives(
         )
 
 
-def _check_arguments(collectives: Sequence[str], sizes_bytes: Sequence[int], repeats: int, warmup: int) -> None:
+def _kinds(collectives: Sequence[Collective], dtypes: Sequence[str]) -> list[tuple[Collective, str]]:
+    sums: dict[Collective, Sequence[str]] = {"all_reduce": dtypes, "reduce_scatter": dtypes[:1]}
+    return [(collective, dtype) for collective in collectives for dtype in sums.get(collective, ("uint8",))]
+
+
+def _check_arguments(
+    collectives: Sequence[str], sizes_bytes: Sequence[int], dtypes: Sequence[str], repeats: int, warmup: int
+) -> None:
     unknown = [name for name in collectives if name not in COLLECTIVES]
     if unknown or not collectives:
         raise UsageError(f"got collectives {list(collectives)}", expected=f"some of {', '.join(COLLECTIVES)}")
+    if not dtypes or not set(dtypes) <= set(DTYPES):
+        raise UsageError(f"got element types {list(dtypes)}", expected=f"some of {', '.join(DTYPES)}")
     if not sizes_bytes or min(sizes_bytes) < 1:
         raise UsageError(f"got sizes {list(sizes_bytes)}", expected="at least one, each 1 byte or more")
     if repeats < MIN_RUNS or warmup < 1:
@@ -212,7 +228,7 @@ class _Group:
 
 def _sweep(  # noqa: PLR0917
     group: _Group,
-    collectives: Sequence[Collective],
+    kinds: Sequence[tuple[Collective, str]],
     sizes_bytes: Sequence[int],
     repeats: int,
     warmup: int,
@@ -223,13 +239,16 @@ def _sweep(  # noqa: PLR0917
     start_s = time.monotonic()
     share = psutil.virtual_memory().available / (4 * group.ranks_per_machine)  # send and receive, and room for others
     (memory_bytes,) = group.agree([share], dist.ReduceOp.MIN)
-    past: dict[Collective, list[tuple[int, float]]] = defaultdict(list)
+    past: dict[tuple[Collective, str], list[tuple[int, float]]] = defaultdict(list)
     samples = []
     for size_bytes in sorted(set(sizes_bytes)):
-        for collective in collectives:
-            label = f"{collective} {format_size(size_bytes)}"
+        for collective, dtype in kinds:
+            label = f"{collective} {dtype} {format_size(size_bytes)}"
             (elapsed_s,) = group.agree([time.monotonic() - start_s], dist.ReduceOp.MAX)
-            projected_s = _projected_s(past[collective], size_bytes) * (warmup + MIN_RUNS)
+            projected_s = _projected_s(past[collective, dtype], size_bytes) * (warmup + MIN_RUNS)
+            if dtype == "float16" and group.num_ranks * 3 > _EXACT_FP16:
+                notes.append(f"{label} skipped: fp16 sums over {group.num_ranks} ranks are not exact")
+                continue
             if size_bytes > memory_bytes:
                 notes.append(f"{label} skipped: a quarter of the free memory per rank is {format_size(memory_bytes)}")
                 continue
@@ -240,11 +259,11 @@ def _sweep(  # noqa: PLR0917
                 continue
             if progress is not None:
                 progress(label)
-            case = _Case(collective, size_bytes, group)
+            case = _Case(collective, dtype, size_bytes, group)
             case_start_s = time.monotonic()
             sample, num_runs = _time_case(case, group, repeats, warmup)
             (wall_s,) = group.agree([time.monotonic() - case_start_s], dist.ReduceOp.MAX)
-            past[collective].append((size_bytes, wall_s / num_runs))
+            past[collective, dtype].append((size_bytes, wall_s / num_runs))
             samples.append(sample)
     return samples
 
@@ -271,6 +290,7 @@ def _time_case(case: _Case, group: _Group, repeats: int, warmup: int) -> tuple[C
         times_s=tuple(times_s),
         cpu_s=cpu_s / group.num_ranks,
         is_correct=correct == 1.0,
+        dtype=case.dtype,
     )
     return sample, warmup + count
 
@@ -291,18 +311,21 @@ def _run(case: _Case, group: _Group, run: int) -> tuple[float, float, bool]:
 class _Case:
     """Buffers of one collective at one size; rounds the size down to whole elements per rank (at least one)."""
 
-    def __init__(self, collective: Collective, size_bytes: int, group: _Group) -> None:
-        self.collective = collective
+    def __init__(self, collective: Collective, dtype: str, size_bytes: int, group: _Group) -> None:
+        self.collective, self.dtype = collective, dtype
         self._rank, self._num_ranks, self._backend = group.rank, group.num_ranks, group.backend
-        is_sum = collective in ("all_reduce", "reduce_scatter")
-        dtype = torch.float32 if is_sum else torch.uint8
+        held: torch.dtype = getattr(torch, dtype)
         parts = self._num_ranks if collective in ("all_gather", "reduce_scatter", "all_to_all") else 1
-        self._part = max(1, size_bytes // (parts * dtype.itemsize))
-        self.size_bytes = parts * self._part * dtype.itemsize
-        # 17 and 251 are prime: a part that lands in another part's place does not fit.
+        self._part = max(1, size_bytes // (parts * held.itemsize))
+        self.size_bytes = parts * self._part * held.itemsize
+        # 251 and 17 are prime: a part that lands in another part's place does not fit. Sums are exact whatever the
+        # order: fp32 up to 700,000 ranks, fp16 up to 682 with the smaller numbers.
+        period, self._steps = (251, 8) if dtype == "uint8" else (17, 8)
+        if dtype == "float16" and self._num_ranks * 23 > _EXACT_FP16:
+            period, self._steps = 3, 2
         length = min(_TILE, self._part)
-        self._tile = (torch.arange(length, device=group.device) % (17 if is_sum else 251)).to(dtype)
-        whole, part = (torch.zeros(n, dtype=dtype, device=group.device) for n in (parts * self._part, self._part))
+        self._tile = (torch.arange(length, device=group.device) % period).to(held)
+        whole, part = (torch.zeros(n, dtype=held, device=group.device) for n in (parts * self._part, self._part))
         self._send, self._receive = {
             "all_reduce": (whole, whole),
             "broadcast": (whole, whole),
@@ -352,8 +375,8 @@ class _Case:
         return True
 
     def _value(self, rank: int, part: int, run: int) -> int:
-        """What is added to the pattern: below 8, so that fp32 sums of up to a million ranks are exact."""
-        return (3 * rank + 5 * part + run) % 8
+        """What is added to the pattern."""
+        return (3 * rank + 5 * part + run) % self._steps
 
     def _write(self, target: Tensor, value: int) -> None:
         for start in range(0, target.numel(), _TILE):
