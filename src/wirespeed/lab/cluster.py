@@ -101,10 +101,10 @@ class Lab:
 
     @classmethod
     def attach(cls, name: str | None = None) -> Lab:
-        """A lab that is up, made by ``lab up`` or another program; the only one when ``name`` is None."""
+        """A lab that is up. ``name`` None stands for the only one made by ``lab up``."""
         labs = journal.list_labs()
         if name is None:
-            alive = [lab.name for lab in labs if lab.is_alive]
+            alive = [lab.name for lab in labs if lab.is_alive and not _is_private(lab)]
             if len(alive) != 1:
                 problem = "no lab is up" if not alive else f"{len(alive)} labs are up: {', '.join(alive)}"
                 raise UsageError(problem, hint="wirespeed lab up ..." if not alive else "name one of them")
@@ -322,6 +322,11 @@ class Lab:
         if self._keeper_handle is None:
             raise UsageError("this lab is not up", hint="use `with Lab(spec) as lab`, or call up() first")
         return self._keeper_handle
+
+
+def _is_private(lab: journal.LabFolder) -> bool:
+    """Whether a lab belongs to a program that will end it: never the one meant when no name is given."""
+    return lab.journal is not None and lab.journal.owner_pid is not None
 
 
 def stale_labs() -> tuple[str, ...]:

@@ -35,6 +35,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     keeper_pid: int
     rootless: bool
+    owner_pid: int | None
+    """The program the lab ends with; None for one made by ``lab up``."""
     spec: layout.LabSpec
 
 

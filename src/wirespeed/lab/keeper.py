@@ -85,6 +85,7 @@ class Keeper:
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 keeper_pid=os.getpid(),
                 rootless=self.rootless,
+                owner_pid=order.owner_pid,
                 spec=order.spec,
             ),
         )
