@@ -246,6 +246,8 @@ def _losses(record: TuneRecord, summary: Summary, figures: Figures) -> str:
     lead = "Lower and further left is better. "
     if summary.loss_target is not None:
         lead += f"The dotted line is the loss that dense ends with, {summary.loss_target:.4g}. "
+    if record.loss_kind == "training":
+        lead += "Curves are as recorded; times to the target rest on their running median. "
     lead += "Time is training time: evaluation is not counted. By step, equal curves mean that nothing is lost."
     body = _figure(figures, "loss-time", by_time, "Loss against training time, per strategy") + _figure(
         figures, "loss-step", plots.loss_curves(record, against="step"), "Loss against step, per strategy"
@@ -321,7 +323,7 @@ def _use(record: TuneRecord, summary: Summary) -> str:
         predicted_step_s=row.predicted_step_s,
         measured_step_s=row.measured_step_s,
     )
-    code = 'import wirespeed.train\n\nwirespeed.train.attach(model, strategy="strategy.toml")  # after DDP(...)'
+    code = 'from wirespeed.train import attach\n\nattach(model, strategy="strategy.toml")  # model: after DDP(model)'
     return _section(
         f"How to use {chosen.name}",
         "Keep this as strategy.toml (tune has written it beside this report) and add one line to the script, "

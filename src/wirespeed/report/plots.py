@@ -33,6 +33,8 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 )
 """Parts of the step in the order in which they happen, with their colours: cool for compute, warm for waiting."""
 
+MAX_MARKERS = 60
+"""Points of a curve up to which each is marked."""
 MAX_CELLS_WITH_TEXT = 16 * 16
 
 
@@ -127,7 +129,7 @@ def loss_curves(record: TuneRecord, *, against: str) -> Figure | None:
     traces: list[Figure] = []
     diverged: list[Figure] = []
     for outcome in record.strategies:
-        points = outcome_losses(outcome)
+        points = outcome_losses(outcome, record.loss_kind)
         good = [point for point in points if point.loss is not None and math.isfinite(point.train_s)]
         if not good:
             continue
@@ -136,7 +138,7 @@ def loss_curves(record: TuneRecord, *, against: str) -> Figure | None:
         traces.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers",
+                "mode": "lines+markers" if len(good) <= MAX_MARKERS else "lines",
                 "name": plain(outcome.name),
                 "x": xs,
                 "y": [point.loss for point in good],
@@ -367,8 +369,9 @@ def _label(row: Row) -> str:
 
 
 def _loss_name(record: TuneRecord) -> str:
-    held_out = record.loss_kind == "held_out" and any(outcome.losses for outcome in record.strategies)
-    return "held-out loss" if held_out else "training loss"
+    if record.loss_kind == "training":
+        return "training loss"
+    return "held-out loss" if any(outcome.losses for outcome in record.strategies) else "training loss"
 
 
 def _rate_unit(bit_per_s: float) -> tuple[float, str]:

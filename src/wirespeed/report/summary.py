@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from wirespeed.spec.comparison import LossPoint, StrategyOutcome, TuneRecord
+from wirespeed.spec.comparison import LossKind, LossPoint, StrategyOutcome, TuneRecord
 from wirespeed.spec.strategy import FIDELITIES, CodecName, Fidelity
 from wirespeed.units import format_duration
 
@@ -75,8 +75,10 @@ def share_text(fraction: float) -> str:
     return f"{fraction * 100:.0f} %" if fraction >= 0.0995 else f"{fraction * 100:.2g} %"
 
 
-def outcome_losses(outcome: StrategyOutcome) -> tuple[LossPoint, ...]:
-    """The losses to show: those of the comparison, or the training losses where there are no others."""
+def outcome_losses(outcome: StrategyOutcome, kind: LossKind) -> tuple[LossPoint, ...]:
+    """The losses to show: those that the comparison rests on, or whichever there are."""
+    if kind == "training":
+        return outcome.training_losses or outcome.losses
     return outcome.losses or outcome.training_losses
 
 
@@ -147,7 +149,9 @@ def _row(outcome: StrategyOutcome, record: TuneRecord, baseline: StrategyOutcome
         stated_bytes=stated_bytes,
         wire_bytes=wire_bytes,
         final_loss=finite(outcome.final_loss),
-        diverged_at_step=next((point.step for point in outcome_losses(outcome) if point.loss is None), None),
+        diverged_at_step=next(
+            (point.step for point in outcome_losses(outcome, record.loss_kind) if point.loss is None), None
+        ),
         time_to_loss_s=time_s,
         speed_up=baseline_time_s / time_s if baseline_time_s is not None and time_s else None,
         step_ratio=measured_s / baseline_step_s if measured_s is not None and baseline_step_s else None,
@@ -207,7 +211,7 @@ def _points(record: TuneRecord, rows: tuple[Row, ...], chosen: Row, dense: Row |
     if dense is not None and chosen.name != dense.name and chosen.speed_up is None and chosen.state == "measured":
         points.append(
             "No losses were compared, so this says nothing about how well the model learns."
-            if record.loss_kind == "none" or not any(outcome_losses(o) for o in record.strategies)
+            if record.loss_kind == "none" or not any(outcome_losses(o, record.loss_kind) for o in record.strategies)
             else f"{chosen.name} did not reach dense's loss within the steps that were run."
         )
     better = _better_below(record, rows, chosen)
@@ -215,6 +219,12 @@ def _points(record: TuneRecord, rows: tuple[Row, ...], chosen: Row, dense: Row |
         points.append(
             f"{better.name} would reach dense's loss in {share_text(1 / better.speed_up)} of dense's time, "
             f"but needs fidelity {better.fidelity!r}; {record.fidelity!r} was allowed."
+        )
+    faster = _faster_not_run(rows, chosen)
+    if faster is not None and faster.predicted_step_s is not None:
+        points.append(
+            f"{faster.name} was not run; its predicted step is {format_duration(faster.predicted_step_s)} "
+            f"(fidelity {faster.fidelity!r})."
         )
     measured = [row for row in rows if row.prediction_error is not None]
     if measured:
@@ -228,6 +238,15 @@ def _points(record: TuneRecord, rows: tuple[Row, ...], chosen: Row, dense: Row |
     if diverged:
         points.append(f"The loss stopped being finite: {', '.join(diverged)}.")
     return points
+
+
+def _faster_not_run(rows: tuple[Row, ...], chosen: Row) -> Row | None:
+    """The strategy that was only predicted, to be faster than what was chosen by more than predictions err."""
+    if chosen.measured_step_s is None:
+        return None
+    limit_s = chosen.measured_step_s * (1 - PREDICTION_BAND)
+    faster = [row for row in rows if row.state == "predicted" and (row.predicted_step_s or math.inf) < limit_s]
+    return min(faster, key=lambda row: row.predicted_step_s or math.inf, default=None)
 
 
 def _better_below(record: TuneRecord, rows: tuple[Row, ...], chosen: Row) -> Row | None:
