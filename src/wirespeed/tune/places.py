@@ -280,8 +280,9 @@ def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[st
 
 def _drain(process: subprocess.Popen[str], tails: Tails, rank: int) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        tails.add(rank, "stdout", line.rstrip("\n"))
+    with process.stdout:
+        for line in process.stdout:
+            tails.add(rank, "stdout", line.rstrip("\n"))
 
 
 def stop(processes: Sequence[subprocess.Popen[str]]) -> None:

@@ -1,0 +1,282 @@
+"""A session on real ranks: every strategy averages, ranks agree, and DDP's features keep working."""
+
+import pytest
+from ranks import fine, run_program
+
+STRATEGIES = ["dense", "half", "int8", "topk@5%", "int8/64KiB"]
+
+TRAIN = """
+def train(strategy, steps=8, **ddp_options):
+    model = make_model()
+    ddp = DDP(model, **ddp_options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    session = wirespeed.train.attach(ddp, optimizer, strategy=strategy)
+    for step in range(steps):
+        x, y = batch(step)
+        loss = torch.nn.functional.mse_loss(ddp(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model, session
+"""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_hold_equal_parameters_after_training(strategy, tmp_path):
+    results = fine(
+        TRAIN
+        + f"""
+model, session = train({strategy!r})
+told = session.report()
+report(agree=agree(model), steps=told.num_steps, name=told.strategy, parts=told.breakdown.step_s)
+""",
+        tmp_path,
+        num_ranks=3,
+    )
+    assert all(r["agree"] for r in results)
+    assert {r["steps"] for r in results} == {8}
+    assert {r["name"] for r in results} == {strategy}
+
+
+def test_dense_gives_what_plain_ddp_gives_bit_for_bit(tmp_path):
+    results = fine(
+        TRAIN
+        + """
+with_session = flat(train("dense")[0])
+model = make_model()
+ddp = DDP(model)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+for step in range(8):
+    x, y = batch(step)
+    loss = torch.nn.functional.mse_loss(ddp(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+report(equal=torch.equal(with_session, flat(model)))
+""",
+        tmp_path,
+    )
+    assert all(r["equal"] for r in results)
+
+
+@pytest.mark.parametrize(("strategy", "tolerance"), [("half", 2e-3), ("int8", 2e-2)])
+def test_a_faithful_strategy_stays_near_dense(strategy, tolerance, tmp_path):
+    # half rounds to 11 bits and int8 to 8, each step anew; over 8 steps the distance stays near one rounding.
+    results = fine(
+        TRAIN
+        + f"""
+dense, other = flat(train("dense")[0]), flat(train({strategy!r})[0])
+start = flat(make_model())
+report(distance=float((other - dense).norm() / (dense - start).norm()))
+""",
+        tmp_path,
+    )
+    assert 0 < results[0]["distance"] < tolerance
+
+
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_ddp_options_keep_working(options, tmp_path):
+    results = fine(TRAIN + f"model, session = train('int8', **{options!r})\nreport(agree=agree(model))", tmp_path)
+    assert all(r["agree"] for r in results)
+
+
+def test_accumulation_without_synchronisation_sends_once(tmp_path):
+    results = fine(
+        """
+        model = make_model()
+        ddp = DDP(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        session = wirespeed.train.attach(ddp, optimizer, strategy="int8")
+        for step in range(6):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                x, y = batch(2 * step)
+                torch.nn.functional.mse_loss(ddp(x), y).backward()
+            x, y = batch(2 * step + 1)
+            torch.nn.functional.mse_loss(ddp(x), y).backward()
+            optimizer.step()
+        told = session.report()
+        expected = sum(Strategy(codec="int8").wire_bytes(p, num_ranks) for p in [sum(q.numel() for q in model.parameters())])
+        report(agree=agree(model), stated=told.stated_bytes_per_step, expected=expected)
+        """,
+        tmp_path,
+    )
+    assert all(r["agree"] for r in results)
+    assert results[0]["stated"] == results[0]["expected"]
+
+
+def test_all_ranks_switch_together_and_go_on_agreeing(tmp_path):
+    results = fine(
+        """
+        model = make_model()
+        ddp = DDP(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        session = wirespeed.train.attach(ddp, optimizer, strategy="dense")
+        names = ["dense", "int8/64KiB", "topk@5%", "half", "dense"]
+        for step in range(15):
+            session.switch(Strategy.parse(names[step // 3])) if step % 3 == 0 else None
+            x, y = batch(step)
+            loss = torch.nn.functional.mse_loss(ddp(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        report(agree=agree(model), steps=session.report().num_steps)
+        """,
+        tmp_path,
+    )
+    assert all(r == {"agree": True, "steps": 15} for r in results)
+
+
+def test_a_checkpoint_resumes_bit_by_bit(tmp_path):
+    results = fine(
+        """
+        def start(state=None):
+            model = make_model()
+            ddp = DDP(model)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+            return model, ddp, optimizer, wirespeed.train.attach(ddp, optimizer, strategy="int8")
+
+        def steps(ddp, optimizer, numbers):
+            for step in numbers:
+                x, y = batch(step)
+                loss = torch.nn.functional.mse_loss(ddp(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        model, ddp, optimizer, session = start()
+        steps(ddp, optimizer, range(5))
+        held = {k: v.clone() for k, v in model.state_dict().items()}
+        state = session.state_dict()
+        steps(ddp, optimizer, range(5, 9))
+        straight = flat(model)
+        session.detach()
+        model, ddp, optimizer, session = start()
+        model.load_state_dict(held)
+        session.load_state_dict(state)
+        steps(ddp, optimizer, range(5, 9))
+        report(equal=torch.equal(straight, flat(model)), plain=all(isinstance(v, torch.Tensor) for v in state["residuals"].values()))
+        """,
+        tmp_path,
+    )
+    assert all(r == {"equal": True, "plain": True} for r in results)
+
+
+def test_off_switches_everything_off(tmp_path):
+    results = fine(
+        TRAIN
+        + """
+model, session = train("int8")
+report(agree=agree(model), steps=session.report().num_steps)
+""",
+        tmp_path,
+        env={"WIRESPEED_OFF": "1"},
+    )
+    assert all(r == {"agree": True, "steps": 0} for r in results)
+
+
+def test_detaching_leaves_a_model_that_trains_densely(tmp_path):
+    results = fine(
+        TRAIN
+        + """
+model, session = train("topk@5%")
+session.detach()
+ddp = wirespeed.train.session._SESSIONS
+model2 = make_model()
+ddp = DDP(model2)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+session = wirespeed.train.attach(ddp, optimizer, strategy="topk@5%")
+session.detach()
+reference = make_model()
+other = DDP(reference)
+optimizer2 = torch.optim.SGD(other.parameters(), lr=0.05)
+for step in range(4):
+    x, y = batch(step)
+    for net, opt in ((ddp, optimizer), (other, optimizer2)):
+        opt.zero_grad()
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        opt.step()
+report(equal=torch.equal(flat(model2), flat(reference)))
+""",
+        tmp_path,
+    )
+    assert all(r["equal"] for r in results)
+
+
+def test_gradients_of_another_type_are_averaged_densely_with_one_warning(tmp_path):
+    results = fine(
+        """
+        model = make_model().to(torch.float64)
+        ddp = DDP(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        session = wirespeed.train.attach(ddp, optimizer, strategy="int8")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for step in range(3):
+                x, y = batch(step)
+                loss = torch.nn.functional.mse_loss(ddp(x.double()), y.double())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        ours = [str(w.message) for w in seen if "wirespeed" in str(w.message)]
+        report(agree=agree(model), warnings=ours)
+        """,
+        tmp_path,
+    )
+    assert results[0]["agree"]
+    assert len(results[0]["warnings"]) == 1
+    assert "float64" in results[0]["warnings"][0]
+
+
+def test_a_rank_that_dies_fails_the_others_with_a_peer_failure(tmp_path):
+    end, _ = run_program(
+        """
+        model = make_model()
+        ddp = DDP(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        wirespeed.train.attach(ddp, optimizer, strategy="int8")
+        try:
+            for step in range(50):
+                if step == 3 and rank == 1:
+                    os._exit(0)
+                x, y = batch(step)
+                loss = torch.nn.functional.mse_loss(ddp(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        except Exception as fault:
+            print(f"{type(fault).__name__}: {fault}", flush=True)
+            os._exit(4)
+        """,
+        tmp_path,
+        num_ranks=2,
+        timeout_s=60,
+    )
+    assert end.returncode == 4, end
+    assert any("PeerFailure" in line and "rank died" in line for line in end.tail[0]), end.tail
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("wirespeed.train.attach(make_model())", "expected a torch.nn.parallel.DistributedDataParallel"),
+        ("ddp = DDP(make_model()); ddp.register_comm_hook(None, lambda state, bucket: None); wirespeed.train.attach(ddp)", "communication hook already"),
+        ("ddp = DDP(make_model()); wirespeed.train.attach(ddp, strategy='dense'); wirespeed.train.attach(ddp, strategy='dense')", "has a session already"),
+        ("wirespeed.train.attach(DDP(make_model()), strategy='int9')", "CODEC"),
+        ("wirespeed.train.attach(DDP(make_model()), fidelity='best')", "one of exact, half, compressed, lossy"),
+        ("wirespeed.train.attach(DDP(make_model()), strategy='absent.toml')", "cannot read strategy file"),
+    ],
+)
+def test_what_cannot_be_attached_is_refused_clearly(program, message, tmp_path):
+    results = fine(
+        f"""
+try:
+    {program}
+    report(error=None)
+except wirespeed.UsageError as fault:
+    report(error=str(fault))
+""",
+        tmp_path,
+        num_ranks=1,
+    )
+    assert message in results[0]["error"]
