@@ -280,7 +280,7 @@ def _kth_largest(keys: Any, size: int, k: int, low_bit: int) -> np.uint32:
 
 @_jit
 def _add_and_group(g: Any, r: Any, total: Any, groups: Any, num_groups: int) -> None:
-    """``total = g + r``; ``groups``: bits of the largest magnitude among entries whose index is equal modulo num_groups.
+    """``total = g + r``; ``groups``: bits of the largest magnitude among entries of equal index modulo num_groups.
 
     Four arrays, not more: with five, LLVM gives up on proving them apart and vectorises nothing (3x slower).
     """
@@ -296,7 +296,10 @@ def _add_and_group(g: Any, r: Any, total: Any, groups: Any, num_groups: int) -> 
 
 @_jit
 def _collect(bits: Any, size: int, threshold: np.uint32, found: Any, found_keys: Any) -> int:
-    """Indices of the first ``size`` magnitudes at or above the threshold, ascending. ``bits`` is 0 up to whole _LANES."""
+    """Indices of magnitudes at or above the threshold among the first ``size``, ascending, and these magnitudes' bits.
+
+    ``bits`` is 0 from there up to whole _LANES.
+    """
     count = 0
     for first in range(0, size, _LANES):
         mask = _mask_at_least(bits, first, threshold)
