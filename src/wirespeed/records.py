@@ -166,16 +166,28 @@ class _Head(msgspec.Struct):
     schema: int
 
 
+def read_kind(path: str | Path) -> str:
+    """The kind of the record in a file. Raises DataError where it is none."""
+    content = _content(path)
+    try:
+        return msgspec.json.decode(content, type=_Head).kind
+    except msgspec.MsgspecError as fault:
+        raise DataError(f"{path} is not a wirespeed record: {fault}", expected="JSON with kind and schema") from fault
+
+
 def read(path: str | Path, kind: type[RecordT]) -> RecordT:
     """Read a record of the given kind. Raises DataError naming the file and what is wrong with it."""
+    return from_json(_content(path), kind, source=str(path))
+
+
+def _content(path: str | Path) -> bytes:
     source = Path(path)
     try:
         if source.stat().st_size > MAX_RECORD_BYTES:
             raise DataError(f"{source} is over {MAX_RECORD_BYTES} bytes", expected="a wirespeed record")
-        content = source.read_bytes()
+        return source.read_bytes()
     except OSError as fault:
         raise DataError(f"cannot read {source}: {fault.strerror or fault}") from fault
-    return from_json(content, kind, source=str(source))
 
 
 def from_json(content: bytes, kind: type[RecordT], *, source: str = "input") -> RecordT:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import plan, report, tune
+from wirespeed.cli import bench, fabric, plan, report, tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -25,6 +25,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(bench.app, name="bench")
+app.add_typer(fabric.app, name="fabric")
 app.add_typer(plan.app, name="plan")
 
 

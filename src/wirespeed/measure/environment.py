@@ -116,12 +116,30 @@ def nics(system: System) -> dict[str, str]:
     held = {}
     for name in system.list_dir("/sys/class/net"):
         base = f"/sys/class/net/{name}"
-        driver = system.path(f"{base}/device/driver")
-        if name == "lo":
-            continue
-        is_device = driver.is_symlink()
-        held[name] = f"{_speed(system, base)}/{driver.readlink().name}" if is_device else _virtual(system, base)
+        if name != "lo":
+            driver = _driver(system, base)
+            held[name] = _virtual(system, base) if driver is None else f"{_speed(system, base)}/{driver}"
     return held
+
+
+def nic_rate_bit_per_s(system: System | None = None, *, interface: str | None = None) -> float | None:
+    """Line rate of the interface that carries data: GLOO_SOCKET_IFNAME's, else the only one with a driver.
+
+    None where there is no such one or it does not say; the speed that a virtual interface claims is made up.
+    """
+    system = System() if system is None else system
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] if interface is None else interface
+    physical = [n for n in system.list_dir("/sys/class/net") if _driver(system, f"/sys/class/net/{n}") is not None]
+    chosen = [n for n in physical if not name or n == name]
+    if len(chosen) != 1:
+        return None
+    mbit_per_s = system.read_int(f"/sys/class/net/{chosen[0]}/speed")
+    return None if mbit_per_s is None or mbit_per_s <= 0 else mbit_per_s * 1e6
+
+
+def _driver(system: System, base: str) -> str | None:
+    link = system.path(f"{base}/device/driver")
+    return link.readlink().name if link.is_symlink() else None
 
 
 def _speed(system: System, base: str) -> str:
