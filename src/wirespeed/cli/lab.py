@@ -40,7 +40,7 @@ def _terminable() -> Iterator[None]:
 
 
 @app.command()
-def up(  # noqa: PLR0917 - options, given by name
+def up(
     spec: Annotated[
         str | None, typer.Argument(help="All in one word, such as 4x1gbit or 8x200mbit/2racks:100mbit+1ms.")
     ] = None,
@@ -86,7 +86,7 @@ def up(  # noqa: PLR0917 - options, given by name
 
 
 @app.command(context_settings=_COMMAND)
-def run(  # noqa: PLR0917
+def run(
     command: Command,
     name: NameOption = None,
     spec: Annotated[str | None, typer.Option("--spec", help="Make this lab for the run: 4x1gbit.")] = None,

@@ -109,7 +109,8 @@ class Lab:
                 problem = "no lab is up" if not alive else f"{len(alive)} labs are up: {', '.join(alive)}"
                 raise UsageError(problem, hint="wirespeed lab up ..." if not alive else "name one of them")
             name = alive[0]
-        found = next((lab for lab in labs if lab.name == layout.check_name(name)), None)
+        layout.check_name(name)
+        found = next((lab for lab in labs if lab.name == name), None)
         if found is None:
             raise UsageError(f"no lab is named {name!r}", hint="wirespeed lab status lists those that are up")
         if not found.is_alive:
