@@ -6,8 +6,8 @@ import json
 
 import msgspec
 import pytest
-
 from plan_cases import gigabit_fabric, gigabit_workload
+
 from wirespeed.cli.main import main
 from wirespeed.plan import write_workload
 

@@ -78,9 +78,7 @@ def resnet50(*, forward_s: float, backward_s: float, optimizer_s: float) -> Trai
 def bert_large(*, forward_s: float, backward_s: float, optimizer_s: float) -> TrainingWorkload:
     """Gradients taken as even in size and time, which its equal layers nearly are."""
     tensors = [(str(i), BERT_LARGE_ELEMENTS // BERT_LARGE_TENSORS) for i in range(BERT_LARGE_TENSORS)]
-    return from_parameters(
-        tensors, forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s, num_ranks=32
-    )
+    return from_parameters(tensors, forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s, num_ranks=32)
 
 
 @pytest.mark.parametrize(
