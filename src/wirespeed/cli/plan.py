@@ -33,7 +33,10 @@ _FIDELITY = typer.Option(
     help="How faithful gradients must stay: exact, half (16 bit), compressed (error feedback) or lossy.",
 )
 _STRATEGY = typer.Option(
-    "--strategy", "-s", help="Only these beside dense, such as int8, topk@1% or half/4MiB; may be repeated.", metavar="STRATEGY"
+    "--strategy",
+    "-s",
+    help="Only these beside dense, such as int8, topk@1% or half/4MiB; may be repeated.",
+    metavar="STRATEGY",
 )
 _JSON = typer.Option("--json", help="One JSON document on stdout.")
 

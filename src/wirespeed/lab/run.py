@@ -247,7 +247,9 @@ def run_ranks(
     return _result(run, failed, given_up=given_up, timeout_s=timeout_s, duration_s=time.monotonic() - began)
 
 
-def _result(run: _Run, failed: _Rank | None, *, given_up: str | None, timeout_s: float | None, duration_s: float) -> RunResult:
+def _result(
+    run: _Run, failed: _Rank | None, *, given_up: str | None, timeout_s: float | None, duration_s: float
+) -> RunResult:
     tails = tuple(tuple(rank.tail) for rank in run.ranks)
     if given_up is not None:
         if given_up is DEADLINE:
