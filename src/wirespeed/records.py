@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
-from wirespeed.errors import DataError, MissingCapability
+from wirespeed.errors import DataError, MissingCapability, WirespeedError
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
@@ -137,9 +137,17 @@ def write(path: str | Path, record: Record) -> Path:
 
 
 def write_bytes(path: str | Path, content: bytes) -> Path:
-    """Replace ``path`` with ``content`` as one step: readers see the old file or the new one, never a part."""
+    """Replace ``path`` with ``content`` as one step: readers see the old file or the new one, never a part.
+
+    A symbolic link stays, and what it leads to is replaced. A device or a pipe (``/dev/stdout``) is written to.
+    """
     target = Path(path)
     try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(content)
+            return Path(path)
+        if target.is_symlink():
+            target = target.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
@@ -158,7 +166,7 @@ def write_bytes(path: str | Path, content: bytes) -> Path:
             f"cannot write {target}: {fault.strerror or fault}",
             hint="free some space, or name another place with --out",
         ) from fault
-    return target
+    return Path(path)
 
 
 class _Head(msgspec.Struct):
@@ -195,7 +203,7 @@ def from_json(content: bytes, kind: type[RecordT], *, source: str = "input") -> 
     wanted = str(kind.__struct_config__.tag)
     try:
         head = msgspec.json.decode(content, type=_Head)
-    except msgspec.MsgspecError as fault:
+    except (msgspec.MsgspecError, RecursionError) as fault:
         raise DataError(f"{source} is not a wirespeed record: {fault}", expected=f"JSON of kind {wanted!r}") from fault
     if head.kind != wanted:
         raise DataError(f"{source} is a record of kind {head.kind!r}", expected=f"kind {wanted!r}")
@@ -207,7 +215,7 @@ def from_json(content: bytes, kind: type[RecordT], *, source: str = "input") -> 
         )
     try:
         return msgspec.json.decode(content, type=kind)
-    except msgspec.MsgspecError as fault:
+    except (msgspec.MsgspecError, RecursionError, WirespeedError) as fault:
         raise DataError(
             f"{source} is damaged: {fault}", expected=f"a {wanted!r} record of schema {kind.SCHEMA}"
         ) from fault

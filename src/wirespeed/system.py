@@ -6,6 +6,9 @@ never a default. Every subprocess has a deadline.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,8 +48,10 @@ class System:
         text = self.read_text(name)
         if text is None:
             return None
+        digits = text.strip()
         try:
-            return int(text.strip(), 0)
+            # Not base 0: it refuses the leading zeros that some files have.
+            return int(digits, 16 if digits.lower().startswith(("0x", "-0x")) else 10)
         except ValueError:
             return None
 
@@ -58,21 +63,39 @@ class System:
             return ()
 
     def run(self, command: Sequence[str], *, timeout_s: float = 10.0) -> CommandResult:
-        """Run a command to its end. Raises MissingCapability where the program is not installed."""
+        """Run a command to its end. Raises MissingCapability where the program is not installed or may not be run.
+
+        At the deadline, and when this call is interrupted, the command ends with all that it started.
+        """
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 list(command),
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,
             )
         except FileNotFoundError:
             raise MissingCapability(f"program {command[0]!r} is not installed") from None
-        except subprocess.TimeoutExpired as late:
-            return CommandResult(returncode=None, stdout=_as_text(late.stdout), stderr=_as_text(late.stderr))
-        return CommandResult(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
+        except OSError as fault:
+            raise MissingCapability(f"program {command[0]!r} cannot be run: {fault.strerror}") from fault
+        with process:
+            try:
+                stdout, stderr = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired as late:
+                _end_group(process)
+                return CommandResult(returncode=None, stdout=_as_text(late.stdout), stderr=_as_text(late.stderr))
+            except BaseException:
+                _end_group(process)
+                raise
+        return CommandResult(returncode=process.returncode, stdout=stdout, stderr=stderr)
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _as_text(output: str | bytes | None) -> str:

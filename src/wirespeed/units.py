@@ -40,24 +40,32 @@ def _split(text: str, what: str, example: str) -> tuple[float, str]:
     return value, match.group(2) or ""
 
 
+def _within(value: float, text: str, what: str) -> float:
+    if not math.isfinite(value):
+        raise UsageError(f"got {what} {text!r}", expected="a number that a machine can hold")
+    return value
+
+
 def parse_size(text: str) -> int:
     """Bytes from ``"25 MiB"``, ``"1GB"`` or ``"4096"`` (a bare number is bytes). ``k``, ``m``, ``g`` are binary."""
     value, unit = _split(text, "size", '"25 MiB"')
     factor = 1 if unit == "" else _SIZES.get(unit.lower())
     if factor is None:
         raise UsageError(f"got size {text!r}", expected="a unit of B, KB, MB, GB, KiB, MiB or GiB")
-    return round(value * factor)
+    return round(_within(value * factor, text, "size"))
 
 
 def parse_rate(text: str) -> float:
     """Bits per second from ``"1 Gbit/s"``, ``"100mbit"``, ``"25gbps"`` or ``"3 GB/s"`` (bytes). Zero is refused."""
     value, unit = _split(text, "rate", '"1 Gbit/s"')
-    match = re.fullmatch(r"([kKmMgGtT]?)(bit/s|bits/s|bit|bps|b/s|B/s)", unit) or re.fullmatch(
-        r"([kmgt]?)(bit/s|bits/s|bit|bps|b/s)", unit.lower()
+    # Only "b/s" and "B/s" depend on case: bits and bytes. "B/S" could be either and is refused.
+    match = re.fullmatch(r"([kKmMgGtT]?)(b/s|B/s)", unit) or re.fullmatch(
+        r"([kmgt]?)(bit/s|bits/s|bit|bps)", unit.lower()
     )
     if match is None:
         raise UsageError(f"got rate {text!r}", expected='a rate with its unit, such as "1 Gbit/s" or "100mbit"')
-    rate_bit_per_s = value * _PREFIXES[match.group(1).lower()] * (8 if match.group(2) == "B/s" else 1)
+    factor = _PREFIXES[match.group(1).lower()] * (8 if match.group(2) == "B/s" else 1)
+    rate_bit_per_s = _within(value * factor, text, "rate")
     if rate_bit_per_s <= 0:
         raise UsageError(
             f"got rate {text!r}",
@@ -73,7 +81,7 @@ def parse_duration(text: str) -> float:
     factor = _DURATIONS.get(unit.lower())
     if factor is None:
         raise UsageError(f"got duration {text!r}", expected="a unit of us, ms, s, m (minutes) or h")
-    return value * factor
+    return _within(value * factor, text, "duration")
 
 
 def parse_ratio(text: str) -> float:
@@ -88,8 +96,17 @@ def parse_ratio(text: str) -> float:
 
 
 def _scaled(value: float, steps: list[tuple[float, str]], digits: int) -> str:
-    factor, unit = next((step for step in steps if abs(value) >= step[0]), steps[-1])
-    return f"{value / factor:.{digits}g} {unit}" if abs(value / factor) < 1000 else f"{value / factor:.0f} {unit}"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g} {next(unit for factor, unit in steps if factor == 1)}"
+    # The unit is that of the rounded value: 999.9 Mbit/s to three digits is 1 Gbit/s.
+    rounded = abs(float(f"{value:.{digits}g}"))
+    factor, unit = next((step for step in steps if rounded >= step[0]), steps[-1])
+    return f"{_digits(value / factor, digits)} {unit}"
+
+
+def _digits(value: float, digits: int) -> str:
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in text else text
 
 
 def format_size(num_bytes: float) -> str:
@@ -104,7 +121,7 @@ def format_rate(bit_per_s: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """``"1.25 ms"``: three significant digits; minutes and hours above 120 s."""
-    if seconds >= 120:
+    if 120 <= seconds < math.inf:
         minutes, rest = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours} h {minutes:02d} m" if hours else f"{minutes} m {rest:02d} s"
@@ -113,4 +130,4 @@ def format_duration(seconds: float) -> str:
 
 def format_percent(fraction: float) -> str:
     """``"12.5 %"`` with at most three significant digits."""
-    return f"{fraction * 100:.3g} %"
+    return f"{_digits(fraction * 100, 3)} %"

@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and give its exit code."""
     try:
         result = app(args=arguments, standalone_mode=False)
+        sys.stdout.flush()
     except WirespeedError as fault:
         print(f"wirespeed: {fault}", file=sys.stderr)
         if os.environ.get("WIRESPEED_TRACEBACK") == "1":
@@ -74,8 +75,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("wirespeed: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return _end_without_reader()
+    except SystemExit as end:  # what click and rich make of a broken pipe
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return _end_without_reader()
     except Exception as fault:  # click's usage errors carry their own exit code and text
         if hasattr(fault, "exit_code") and hasattr(fault, "show"):
             fault.show()
@@ -87,3 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 70
     return result if isinstance(result, int) else 0
+
+
+def _end_without_reader() -> int:
+    # Python flushes stdout once more at its end, and would complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141

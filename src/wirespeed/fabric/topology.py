@@ -5,6 +5,8 @@ Every number is a ``Figure``: measured, declared or assumed, with its source, an
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from wirespeed.errors import DataError
@@ -18,6 +20,10 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     origin: Origin
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise DataError(f"the fabric holds a figure of {self.value}", expected="a finite number")
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +61,10 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
             raise DataError("a curve is not monotone", expected="sizes rising and times never falling")
         if self.sizes_bytes[0] < 1 or self.times_s[0] <= 0:
             raise DataError("a curve holds a size or a time that is not positive")
+        if not all(map(math.isfinite, self.times_s)):
+            raise DataError("a curve holds a time that is not finite")
+        if self.cpu and len(self.cpu) != len(self.times_s):
+            raise DataError("a curve needs as many CPU shares as times, or none")
 
 
 class CollectiveCurve(msgspec.Struct, frozen=True, kw_only=True):

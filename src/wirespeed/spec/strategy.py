@@ -13,7 +13,7 @@ import msgspec
 
 from wirespeed.errors import DataError, UsageError
 from wirespeed.records import Collective
-from wirespeed.units import MIB, format_percent, format_size, parse_ratio, parse_size
+from wirespeed.units import GIB, KIB, MIB, parse_ratio, parse_size
 
 CodecName = Literal["dense", "half", "int8", "topk"]
 Topology = Literal["flat"]
@@ -73,9 +73,9 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Short and unique, such as ``int8``, ``topk@1%`` or ``half/4MiB``; ``parse`` reads it back."""
         text: str = self.codec
         if self.ratio is not None:
-            text += "@" + format_percent(self.ratio).replace(" ", "")
+            text += "@" + _ratio_text(self.ratio)
         if self.bucket_bytes != DEFAULT_BUCKET_BYTES:
-            text += "/" + format_size(self.bucket_bytes).replace(" ", "")
+            text += "/" + _exact_size_text(self.bucket_bytes)
         return text
 
     @property
@@ -130,6 +130,20 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
 
+def _ratio_text(ratio: float) -> str:
+    """The shortest percentage that reads back as this very ratio, such as ``1%``."""
+    percentages = (f"{ratio * 100:.{digits}g}" for digits in range(1, 18))
+    exact = next((text for text in percentages if "e" not in text and float(text) / 100 == ratio), None)
+    return f"{ratio!r}" if exact is None else f"{exact}%"
+
+
+def _exact_size_text(num_bytes: int) -> str:
+    """The size in the largest unit that holds it in whole numbers, such as ``4MiB``."""
+    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+    factor, unit = next(((factor, unit) for factor, unit in units if num_bytes % factor == 0), (1, "B"))
+    return f"{num_bytes // factor}{unit}"
+
+
 _FIDELITY: dict[CodecName, Fidelity] = {
     "dense": "exact",
     "half": "half",
@@ -171,6 +185,9 @@ def topk_payload_bytes(num_elements: int, ratio: float) -> int:
     return 4 * (whole * per_chunk + per_rest) + BYTES_PER_ELEMENT * num_chunks
 
 
+STRATEGY_SCHEMA = 1
+
+
 class StrategyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``strategy.toml``: what `tune` writes and `attach` reads."""
 
@@ -179,6 +196,10 @@ class StrategyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     predicted_step_s: float | None = None
     measured_step_s: float | None = None
     note: str = ""
+
+
+class _FileHead(msgspec.Struct):
+    schema: int
 
 
 def strategy_text(held: StrategyFile) -> str:
@@ -195,9 +216,15 @@ def _without_none(value: object) -> object:
 def read_strategy_text(text: str, *, source: str) -> Strategy:
     """The strategy in the text of a ``strategy.toml``. Raises DataError naming ``source``."""
     try:
+        # The schema comes first: a newer file may hold what this version would call unknown.
+        schema = msgspec.toml.decode(text, type=_FileHead).schema
+        if schema > STRATEGY_SCHEMA:
+            raise DataError(
+                f"{source} has schema {schema}",
+                expected=f"schema {STRATEGY_SCHEMA}",
+                hint="upgrade wirespeed to read it",
+            )
         held = msgspec.toml.decode(text, type=StrategyFile)
     except (msgspec.MsgspecError, UsageError) as fault:
         raise DataError(f"{source} is not a strategy file: {fault}", expected="what `wirespeed tune` writes") from fault
-    if held.schema > 1:
-        raise DataError(f"{source} has schema {held.schema}", expected="schema 1", hint="upgrade wirespeed to read it")
     return held.strategy

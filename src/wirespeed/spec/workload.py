@@ -7,6 +7,7 @@ the device and under the contention where they were taken; ``cpus_per_rank`` say
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -43,11 +44,14 @@ class TrainingWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         times = [g.ready_s for g in self.gradients]
+        durations = [self.forward_s, self.backward_s, self.optimizer_s, self.data_s, self.other_s, *times]
+        if not all(0 <= duration < math.inf for duration in durations):
+            raise DataError(
+                "a workload holds a duration that is negative or not finite", expected="durations of 0 s or more"
+            )
         if times != sorted(times):
             raise DataError("the gradients of a workload are not in backward order", expected="ready_s never falling")
-        if min([self.forward_s, self.backward_s, self.optimizer_s, self.data_s, self.other_s, *times]) < 0:
-            raise DataError("a workload holds a negative duration", expected="durations of 0 s or more")
-        if self.num_ranks < 1 or any(g.num_elements < 1 for g in self.gradients):
+        if self.num_ranks < 1 or self.ranks_per_host < 1 or any(g.num_elements < 1 for g in self.gradients):
             raise DataError("a workload holds an empty gradient or no rank", expected="at least one of each")
 
     @property

@@ -1,0 +1,189 @@
+"""Strategies: their names, files, and the bytes and collectives that each codec states."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wirespeed.errors import DataError, UsageError
+from wirespeed.spec.strategy import (
+    CODECS,
+    DEFAULT_BUCKET_BYTES,
+    FIDELITIES,
+    INT8_BLOCK,
+    TOPK_CHUNK,
+    Strategy,
+    StrategyFile,
+    bus_factor,
+    int8_shard_bytes,
+    int8_shard_elements,
+    read_strategy_text,
+    strategy_text,
+    topk_counts,
+    topk_payload_bytes,
+)
+
+
+@st.composite
+def any_strategy(draw: st.DrawFn) -> Strategy:
+    codec = draw(st.sampled_from(CODECS))
+    ratio = draw(st.floats(min_value=1 / TOPK_CHUNK, max_value=0.5)) if codec == "topk" else None
+    bucket = draw(st.one_of(st.just(DEFAULT_BUCKET_BYTES), st.integers(min_value=1024, max_value=2**40)))
+    return Strategy(codec=codec, ratio=ratio, bucket_bytes=bucket)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        (Strategy(), "dense"),
+        (Strategy(codec="int8"), "int8"),
+        (Strategy(codec="topk"), "topk@1%"),
+        (Strategy(codec="topk", ratio=0.025), "topk@2.5%"),
+        (Strategy(codec="half", bucket_bytes=4 * 1024**2), "half/4MiB"),
+        (Strategy(codec="topk", ratio=0.1, bucket_bytes=1024**3), "topk@10%/1GiB"),
+        (Strategy(bucket_bytes=1025), "dense/1025B"),
+    ],
+)
+def test_name_is_short(strategy: Strategy, name: str):
+    assert strategy.name == name
+
+
+@given(any_strategy())
+def test_name_reads_back_as_the_same_strategy(strategy: Strategy):
+    assert Strategy.parse(strategy.name) == strategy
+
+
+@given(any_strategy(), any_strategy())
+def test_names_are_unique(one: Strategy, other: Strategy):
+    assert (one.name == other.name) == (one == other)
+
+
+def test_ratios_that_differ_in_the_fourth_digit_have_names_that_differ():
+    assert Strategy(codec="topk", ratio=0.012341).name != Strategy(codec="topk", ratio=0.012342).name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "none", "int8@1%", "topk@0%", "topk@60%", "topk@0.001%", "dense/1B", "dense/", "topk@", "dense@", "/4MiB"],
+)
+def test_strategy_that_cannot_be_is_refused(text: str):
+    with pytest.raises(UsageError, match=r"^got "):
+        Strategy.parse(text)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_strategy_or_a_usage_error(text: str):
+    try:
+        strategy = Strategy.parse(text)
+    except UsageError:
+        return
+    assert strategy.codec in CODECS
+
+
+def test_fidelity_allows_itself_and_what_is_more_faithful():
+    allowed = {fidelity: [c for c in CODECS if Strategy(codec=c).allows(fidelity)] for fidelity in FIDELITIES}
+    assert allowed == {
+        "exact": ["dense"],
+        "half": ["dense", "half"],
+        "compressed": ["dense", "half", "int8"],
+        "lossy": ["dense", "half", "int8", "topk"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    # nccl-tests, doc/PERFORMANCE.md, at 4 ranks: 2 (n-1)/n for all_reduce, (n-1)/n for the others, 1 for broadcast.
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 1.0)],
+)
+def test_bus_factors_are_those_of_nccl_tests(collective, factor: float):
+    assert bus_factor(collective, 4) == factor
+    assert bus_factor(collective, 1) == 0.0
+
+
+def test_wire_bytes_of_a_megaelement_among_four_ranks():
+    num_elements = 2**20
+    # dense: 4 bytes x 1.5. half: 2 bytes x 1.5. int8: a shard of 2^18 bytes and 256 scales of 4 bytes, to three ranks,
+    # twice. topk 1 %: 64 chunks of 164 entries of 4 bytes and one scale of 4 bytes, to three ranks.
+    assert Strategy(codec="dense").wire_bytes(num_elements, 4) == 6_291_456
+    assert Strategy(codec="half").wire_bytes(num_elements, 4) == 3_145_728
+    assert Strategy(codec="int8").wire_bytes(num_elements, 4) == 2 * 3 * (262_144 + 1_024) == 1_579_008
+    assert Strategy(codec="topk").wire_bytes(num_elements, 4) == 3 * 64 * (164 * 4 + 4) == 126_720
+
+
+def test_int8_sends_a_quarter_of_dense_and_half_a_percent():
+    dense, int8 = (Strategy(codec=codec).wire_bytes(2**24, 8) for codec in ("dense", "int8"))
+    assert int8 / dense == pytest.approx(0.25 * (1 + 4 / INT8_BLOCK), rel=1e-9)
+
+
+@given(any_strategy(), st.integers(min_value=0, max_value=10**7))
+def test_one_rank_sends_nothing(strategy: Strategy, num_elements: int):
+    assert strategy.transfers(num_elements, 1) == ()
+    assert strategy.wire_bytes(num_elements, 1) == 0
+
+
+@given(any_strategy(), st.integers(min_value=1, max_value=10**7), st.integers(2, 64), st.integers(0, 10**6))
+def test_more_elements_never_take_fewer_bytes(strategy: Strategy, num_elements: int, num_ranks: int, more: int):
+    assert strategy.wire_bytes(num_elements + more, num_ranks) >= strategy.wire_bytes(num_elements, num_ranks) > 0
+
+
+@given(st.integers(min_value=1, max_value=10**8), st.integers(min_value=1, max_value=64))
+def test_int8_shards_hold_every_element_in_whole_blocks(num_elements: int, num_ranks: int):
+    shard = int8_shard_elements(num_elements, num_ranks)
+    assert shard % INT8_BLOCK == 0
+    assert shard * num_ranks >= num_elements
+    # No rank's share is padded by a whole block more than its part needs.
+    assert (shard - INT8_BLOCK) * num_ranks < num_elements
+    assert int8_shard_bytes(num_elements, num_ranks) == shard + shard // INT8_BLOCK * 4
+
+
+@given(st.integers(min_value=1, max_value=10**8), st.floats(min_value=1 / TOPK_CHUNK, max_value=0.5))
+def test_topk_sends_at_least_one_entry_of_each_chunk_and_never_more_than_there_are(num_elements: int, ratio: float):
+    whole, per_chunk, per_rest = topk_counts(num_elements, ratio)
+    rest = num_elements - whole * TOPK_CHUNK
+    assert 0 <= rest < TOPK_CHUNK
+    assert 1 <= per_chunk <= TOPK_CHUNK
+    assert (per_rest == 0) if rest == 0 else (1 <= per_rest <= rest)
+    chunks = whole + (rest > 0)
+    assert topk_payload_bytes(num_elements, ratio) == 4 * (whole * per_chunk + per_rest) + 4 * chunks
+
+
+@given(any_strategy(), st.one_of(st.none(), st.floats(min_value=0, max_value=1e6)))
+def test_strategy_file_reads_back_as_the_same_strategy(strategy: Strategy, step_s: float | None):
+    text = strategy_text(StrategyFile(schema=1, strategy=strategy, predicted_step_s=step_s, note='a "note"\n#'))
+    assert read_strategy_text(text, source="strategy.toml") == strategy
+
+
+def test_strategy_file_as_a_person_would_write_it():
+    text = 'schema = 1\n[strategy]\ncodec = "topk"\nratio = 0.02\n'
+    assert read_strategy_text(text, source="s.toml") == Strategy(codec="topk", ratio=0.02)
+
+
+def test_strategy_file_of_a_newer_version_is_refused_with_the_way_out_whatever_it_holds():
+    text = 'schema = 2\n[strategy]\ncodec = "mystery"\nshape = "new"\n'
+    with pytest.raises(DataError, match=r"s\.toml has schema 2; expected schema 1; hint: upgrade"):
+        read_strategy_text(text, source="s.toml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "schema = 1",
+        "not toml =",
+        'schema = 1\n[strategy]\ncodec = "zip"',
+        'schema = 1\n[strategy]\ncodec = "dense"\nratio = 0.1',
+        'schema = 1\n[strategy]\ncodec = "dense"\nbukcet_bytes = 4096',
+        'schema = "1"\n[strategy]\ncodec = "dense"',
+    ],
+)
+def test_file_that_is_no_strategy_is_refused_by_name(text: str):
+    with pytest.raises(DataError, match=r"s\.toml is not a strategy file"):
+        read_strategy_text(text, source="s.toml")
+
+
+def test_strategy_cannot_be_changed_after_its_checks():
+    with pytest.raises(AttributeError):
+        Strategy().codec = "int8"  # type: ignore[misc]
+    assert msgspec.structs.replace(Strategy(), codec="int8").name == "int8"

@@ -1,0 +1,100 @@
+"""The door to /proc, /sys and subprocesses, on recorded trees and real processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from wirespeed.errors import MissingCapability
+from wirespeed.system import System
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> System:
+    folder = tmp_path / "sys/class/net/eth0"
+    folder.mkdir(parents=True)
+    (folder / "mtu").write_text("1500\n")
+    (folder / "vendor").write_text("0x15b3\n")
+    (folder / "padded").write_text("0022\n")
+    (folder / "name").write_bytes(b"caf\xe9\n\n")
+    (folder / "speed").write_text("fast\n")
+    (folder / "empty").write_text("")
+    return System(tmp_path)
+
+
+def test_reads_lie_below_the_root(tree: System):
+    assert tree.read_text("/sys/class/net/eth0/mtu") == "1500"
+    assert tree.list_dir("/sys/class/net") == ("eth0",)
+
+
+def test_absent_files_are_unknown_and_absent_folders_empty(tree: System):
+    assert tree.read_text("/sys/none") is None
+    assert tree.read_int("/sys/none") is None
+    assert tree.list_dir("/sys/none") == ()
+    assert tree.read_text("/sys/class") is None  # a folder is no file
+
+
+@pytest.mark.parametrize(("name", "value"), [("mtu", 1500), ("vendor", 0x15B3), ("padded", 22)])
+def test_integers_are_decimal_or_hexadecimal(tree: System, name: str, value: int):
+    assert tree.read_int(f"/sys/class/net/eth0/{name}") == value
+
+
+@pytest.mark.parametrize("name", ["speed", "empty"])
+def test_text_that_is_no_integer_is_unknown(tree: System, name: str):
+    assert tree.read_int(f"/sys/class/net/eth0/{name}") is None
+
+
+def test_text_that_is_not_utf8_is_still_read(tree: System):
+    assert tree.read_text("/sys/class/net/eth0/name") == "caf\ufffd"
+
+
+def test_command_gives_exit_code_and_both_outputs():
+    code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
+    done = System().run([sys.executable, "-c", code], timeout_s=60)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "out\n", "err\n")
+
+
+def test_output_that_is_not_utf8_does_not_raise():
+    done = System().run([sys.executable, "-c", "import os; os.write(1, b'\\xff')"], timeout_s=60)
+    assert done.stdout == "\ufffd"
+
+
+def test_command_reads_no_terminal():
+    done = System().run([sys.executable, "-c", "import sys; print(repr(sys.stdin.read()))"], timeout_s=60)
+    assert done.stdout == "''\n"
+
+
+def test_deadline_ends_the_command_and_its_children_and_keeps_what_was_said():
+    # The child holds the pipe open and would outlive its parent by an hour.
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(3600)\n"
+    )
+    done = System().run([sys.executable, "-c", code], timeout_s=5)
+    assert done.returncode is None
+    child = int(done.stdout)
+    deadline = time.monotonic() + 30
+    while is_running(child) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie that its reaper has yet to collect."""
+    status = System().read_text(f"/proc/{pid}/status")
+    return status is not None and "State:\tZ" not in status
+
+
+def test_program_that_is_absent_or_may_not_run_is_a_missing_capability(tmp_path: Path):
+    with pytest.raises(MissingCapability, match="program 'wirespeed-no-such' is not installed"):
+        System().run(["wirespeed-no-such"])
+    plain = tmp_path / "plain"
+    plain.write_text("text")
+    with pytest.raises(MissingCapability, match="cannot be run: Permission denied"):
+        System().run([str(plain)])
