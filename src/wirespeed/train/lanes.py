@@ -6,7 +6,9 @@ So every rank issues the collectives of one group in the same order (gloo and NC
 while the one before it is on the wire, and nothing ever waits inside a future's callback (which deadlocks on gloo,
 pytorch#48478).
 
-An error in any lane fails the futures of its bucket and of all that come after it: the user's ``backward`` raises it.
+An error in any lane ends its bucket and all that come after it, and is kept as ``failure``: the session raises it out
+of the user's ``backward``. (An exception set on the bucket's future would reach the user as a failed cast, because the
+reducer reads the future's value.)
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Lanes:
         self._groups = groups
         self._on_done = on_done
         self._queues: list[SimpleQueue[Exchange | None]] = [SimpleQueue() for _ in range(len(groups) + 1)]
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name=f"wirespeed-lane-{lane}", daemon=True)
             for lane in range(len(groups) + 1)
@@ -72,14 +74,14 @@ class Lanes:
                 if lane < len(self._groups):
                     self._queues[lane + 1].put(None)
                 return
-            if self._failure is not None:
-                _fail(exchange, self._failure)
+            if self.failure is not None:
+                exchange.future.set_result(exchange.result)
                 continue
             try:
                 is_finished = self._advance(exchange, lane)
             except Exception as fault:
-                self._failure = _as_peer_failure(fault)
-                _fail(exchange, self._failure)
+                self.failure = _as_peer_failure(fault)
+                exchange.future.set_result(exchange.result)
                 continue
             if is_finished:
                 self._on_done(exchange)
@@ -98,10 +100,6 @@ class Lanes:
         perform(message, self._groups[lane])
         exchange.spans_s.append((ended_s, time.perf_counter()))
         return False
-
-
-def _fail(exchange: Exchange, fault: Exception) -> None:
-    exchange.future.set_exception(fault)  # type: ignore[arg-type]  # torch's stub says Tensor
 
 
 # torch 2.13 renames it and warns of the old name.

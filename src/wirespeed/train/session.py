@@ -258,12 +258,17 @@ class Session:
         for listener in self._step_listeners:
             listener(self)
 
+    def _backward_ended(self) -> None:
+        self.clock.mark("backward_end")
+        if self._lanes is not None and self._lanes.failure is not None:
+            raise self._lanes.failure
+
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket: the body of the communication hook, called in bucket order from backward."""
         buffer = bucket.buffer()
         if bucket.is_last():
             self.clock.mark("last_bucket_ready")
-            _after_backward(lambda: self.clock.mark("backward_end"))
+            _after_backward(self._backward_ended)
         else:
             self.clock.mark("bucket_ready")
         if self._is_silent:
