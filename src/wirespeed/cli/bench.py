@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 
 from wirespeed import units
 from wirespeed.cli.render import make_table, print_json, say, show
-from wirespeed.errors import UsageError
+from wirespeed.errors import UsageError, WirespeedError
 from wirespeed.measure.stats import STABLE_SPREAD, is_stable, median, spread
 from wirespeed.records import CollectivesRecord, LinkSample, LinksRecord, read, write
 from wirespeed.spec.strategy import bus_factor
@@ -126,7 +127,7 @@ def collectives(
 
     Sizes are nccl-tests': the buffer for all_reduce and broadcast, the whole output of all_gather, the whole input of
     reduce_scatter, the whole send buffer of all_to_all. busbw is what each link carries if the algorithm is a ring; it
-    stands beside the wire rate of --links, else of the NIC.
+    stands beside the wire rate: of --links, else of the lab, else of the NIC.
 
     Exit code 1 where a result was wrong.
 
@@ -141,7 +142,7 @@ def collectives(
     from wirespeed import launch
 
     wanted = _sizes(sizes)
-    wire = None if links_file is None else _slowest_host(read(links_file, LinksRecord))
+    links_record = None if links_file is None else read(links_file, LinksRecord)
     ranks = launch.ranks()
     _fill_environment(ranks)
     from wirespeed.measure.collectives import COLLECTIVES, measure_collectives
@@ -165,12 +166,8 @@ def collectives(
     if as_json:
         print_json(record)
     else:
-        wire_source = str(links_file)
-        if wire is None:
-            from wirespeed.measure.environment import nic_rate_bit_per_s
-
-            wire, wire_source = nic_rate_bit_per_s(), "the NIC's speed"
-        _show_collectives(record, wire, wire_source)
+        wire = _known_wire_rate() if links_record is None else _slowest_host(links_record, links_file)
+        _show_collectives(record, wire)
     return 0 if all(sample.is_correct for sample in record.samples) else 1
 
 
@@ -212,7 +209,7 @@ def _kind_name(is_bidirectional: bool, streams: int) -> str:
     return f"{name}, both ways" if is_bidirectional else name
 
 
-def _show_collectives(record: CollectivesRecord, wire_bit_per_s: float | None, wire_source: str) -> None:
+def _show_collectives(record: CollectivesRecord, wire: tuple[float, str] | None) -> None:
     rows = []
     for sample in record.samples:
         time_s = median(sample.times_s)
@@ -227,7 +224,7 @@ def _show_collectives(record: CollectivesRecord, wire_bit_per_s: float | None, w
                 units.format_duration(time_s),
                 units.format_rate(algbw),
                 units.format_rate(busbw),
-                "unknown" if wire_bit_per_s is None else units.format_percent(busbw / wire_bit_per_s),
+                "unknown" if wire is None else units.format_percent(busbw / wire[0]),
                 units.format_percent(spread(sample.times_s)),
                 "right" if sample.is_correct else "WRONG",
                 _verdict(is_stable(sample.times_s)),
@@ -248,10 +245,10 @@ def _show_collectives(record: CollectivesRecord, wire_bit_per_s: float | None, w
     ]
     layout = f"{record.num_ranks} ranks, {record.ranks_per_host} per host, {record.cpus_per_rank:g} CPUs each"
     show(make_table(headings, rows, title=f"{record.backend}, {layout}"))
-    if wire_bit_per_s is None:
+    if wire is None:
         show("wire rate: unknown (give a record of `wirespeed bench links` with --links)")
     else:
-        show(f"wire rate: {units.format_rate(wire_bit_per_s)} from {wire_source}")
+        show(f"wire rate: {units.format_rate(wire[0])} ({wire[1]})")
     for note in record.notes:
         show(f"note: {note}")
     wrong = [sample for sample in record.samples if not sample.is_correct]
@@ -273,10 +270,26 @@ def _show_verdict(cases: Sequence[Sequence[float]]) -> None:
         show(f"verdict: not stable in {bad} of {len(cases)} cases (spread above {limit}): repeat on quiet hosts")
 
 
-def _slowest_host(record: LinksRecord) -> float | None:
+def _slowest_host(record: LinksRecord, path: Path | None) -> tuple[float, str] | None:
     from wirespeed.fabric.calibrate import host_rates_bit_per_s
 
-    return min(host_rates_bit_per_s(record).values(), default=None)
+    rates = host_rates_bit_per_s(record)
+    return (min(rates.values()), f"{path}, the slowest host") if rates else None
+
+
+def _known_wire_rate() -> tuple[float, str] | None:
+    """The lab's shaped rate, less headers, else the NIC's speed."""
+    from wirespeed.measure.environment import nic_rate_bit_per_s
+
+    lab_name = os.environ.get("WIRESPEED_LAB")
+    if lab_name:
+        from wirespeed.lab import Lab
+        from wirespeed.lab.layout import HEADER_EFFICIENCY
+
+        with contextlib.suppress(WirespeedError), Lab.attach(lab_name) as lab:
+            return lab.spec.rate_bit_per_s * HEADER_EFFICIENCY, "the lab's rate, less headers"
+    rate_bit_per_s = nic_rate_bit_per_s()
+    return None if rate_bit_per_s is None else (rate_bit_per_s, "the NIC's speed, with headers")
 
 
 def _fill_environment(ranks: Ranks) -> None:

@@ -1,7 +1,7 @@
 """Turn Records into a Fabric: hosts with measured rates, and size-dependent curves with their residuals.
 
 Per collective, layout and size the median of all runs of all records is taken, so neither the order of the records nor
-one slow run matters. A host's rate is the best mean goodput it reached with any peer, in its weaker direction: a
+one slow run matters. A host's rate is the best goodput it reached with any peer, in its weaker direction: a
 bound that is a little high is safe, one that is too low would reject true measurements. Assumes that all records come
 from the same network under the same load; nothing in a record can prove that.
 """
@@ -64,12 +64,12 @@ def calibrate(
 
 
 def host_rates_bit_per_s(links: LinksRecord) -> dict[str, float]:
-    """Goodput of each host's NIC: the best mean over its peers and stream counts, in the weaker direction."""
+    """Goodput of each host's NIC: the best over its peers and stream counts, in the weaker direction."""
     best: dict[tuple[str, str], float] = {}
     for sample in links.samples:
         if sample.bit_per_s and not sample.is_bidirectional:
-            # The mean, not the median: a reader that was late for one window makes up for it in the next.
-            rate = fmean(sample.bit_per_s)
+            # A reader that was late for one window makes up for it in the next, which is faster than the wire.
+            rate = min(fmean(sample.bit_per_s), median(sample.bit_per_s))
             for end in (("out", sample.source), ("in", sample.target)):
                 best[end] = max(best.get(end, 0.0), rate)
     rates = {}

@@ -72,6 +72,8 @@ def measure_collectives(
     with _mapped_faults(), _process_group(backend, timeout_s) as settings:
         group = _Group()
         notes = [*settings, *group.notes]
+        if group.backend == "gloo" and "reduce_scatter" in collectives:
+            notes.append("reduce_scatter is reduce_scatter_tensor, for which gloo does a whole all_reduce")
         with _intra_op_threads(max(1, math.floor(group.cpus_per_rank))):
             samples = _sweep(
                 group, _kinds(collectives, dtypes), sizes_bytes, repeats, warmup, deadline_s, progress, notes

@@ -29,7 +29,9 @@ from wirespeed.measure.transfers import DRAIN_S, MAX_STREAMS, NONCE_BYTES, PING_
 from wirespeed.records import LinkSample, LinksRecord
 
 NUM_PINGS = 500
-WARMUP_S = 0.1
+WARMUP_S = 0.2
+WARMUP_STREAMS_S = 0.4
+"""Several bbr flows take longer to share a link: after 0.1 s, four of them read 82 to 104 Mbit/s of 95.6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,16 +186,17 @@ def _measure_round(pairs: Sequence[tuple[_Host, _Host]], plan: _Plan) -> list[Li
             assert pinged.rtts_s is not None
             rtts[source, target] = pinged.rtts_s
     # Slow start doubles per round trip: twenty of them open any window.
-    warmup_s = max([WARMUP_S, *(min(20 * median_s, 2.0) for _, median_s, _ in rtts.values())])
+    slowest_s = max(min(20 * median_s, 2.0) for _, median_s, _ in rtts.values())
+    warmups_s = {n: max(slowest_s, WARMUP_S if n == 1 else WARMUP_STREAMS_S) for n in plan.streams}
     samples = []
     for streams in plan.streams:
         for way in ways:
-            for (source, target), (_, done) in _phase(way, plan, streams=streams, warmup_s=warmup_s).items():
+            for (source, target), (_, done) in _phase(way, plan, streams=streams, warmup_s=warmups_s[streams]).items():
                 rtt = rtts[source, target] if streams == min(plan.streams) == 1 else (None, None, None)
                 samples.append(_sample(source, target, streams, done, rtt))
     if plan.is_bidirectional:
         for streams in plan.streams:
-            both = _phase(pairs, plan, streams=streams, warmup_s=warmup_s, is_bidirectional=True)
+            both = _phase(pairs, plan, streams=streams, warmup_s=warmups_s[streams], is_bidirectional=True)
             for (source, target), (at_source, at_target) in both.items():
                 samples.append(_sample(source, target, streams, at_target, is_bidirectional=True))
                 samples.append(_sample(target, source, streams, at_source, is_bidirectional=True))
