@@ -87,9 +87,7 @@ def test_extra_steps_count_for_the_time_to_the_loss_but_not_for_the_final_loss()
 
 def test_without_any_loss_nothing_compressed_is_chosen():
     dense = outcome("dense", step_s=1.0)
-    marked, chosen, _ = judged(
-        [dense, outcome("half", step_s=0.6), outcome("int8", step_s=0.3)], "lossy"
-    )
+    marked, chosen, _ = judged([dense, outcome("half", step_s=0.6), outcome("int8", step_s=0.3)], "lossy")
     assert chosen == "half"
     assert "no loss recorded" in marked[2].verdict
 
