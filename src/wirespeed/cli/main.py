@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import bench, fabric, plan, report, tune
+from wirespeed.cli import bench, fabric, lab, plan, report, tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -25,23 +25,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+# Options of ours may stand before or after the script; what we do not know is the script's, and so is all after "--".
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app.command("tune", context_settings=_PASS_ON)(tune.tune)
+app.command("profile", context_settings=_PASS_ON)(tune.profile)
+app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")
 app.add_typer(fabric.app, name="fabric")
 app.add_typer(plan.app, name="plan")
+app.command("report")(report.report)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"wirespeed {wirespeed.__version__}")
         raise typer.Exit
-
-
-# Options of ours may stand before or after the script; what we do not know is the script's, and so is all after "--".
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-app.command("tune", context_settings=_PASS_ON)(tune.tune)
-app.command("profile", context_settings=_PASS_ON)(tune.profile)
-app.command("report")(report.report)
 
 
 @app.callback()
@@ -61,7 +60,7 @@ def run() -> None:
     sys.exit(main())
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:  # noqa: PLR0911 - one exit code per way to end
     """Run the command line and give its exit code."""
     try:
         result = app(args=arguments, standalone_mode=False)

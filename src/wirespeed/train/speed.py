@@ -10,9 +10,10 @@ finds many equal entries. Gradients here are normal noise with error feedback.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,9 @@ def measure_codecs(
 
     ``num_ranks`` (2 or more) is the group size whose messages are made and decoded. ``concurrent`` is recorded, not
     acted upon: say how many ranks call this at the same time on this machine. Bucket sizes of the strategies do not
-    matter, and codecs that occur twice are measured once.
+    matter, and codecs that occur twice are measured once. Where more ranks run than there are cores, a stage takes its
+    CPU time over the share of a core that a rank has: its wall time would depend on how it falls into the scheduler's
+    slices.
 
     Each size gets a share of ``deadline_s`` according to its bytes: as many rounds of all codecs as fit, at most
     ``repeats`` and at least one, so that every sample is there; on a slow machine it therefore takes longer. Building
@@ -69,11 +72,12 @@ def measure_codecs(
     warm_up(kernels=kernels, device=on)
     samples: list[CodecSample] = []
     sizes = sorted(set(sizes_bytes))
+    clock = _clock(on, concurrent)
     end_s = time.monotonic() + deadline_s
     for place, size_bytes in enumerate(sizes):
         left_s = end_s - time.monotonic()
         share_s = left_s * size_bytes / sum(sizes[place:])
-        samples += _measure_size(codecs, size_bytes, num_ranks, repeats, share_s, on)
+        samples += _measure_size(codecs, size_bytes, num_ranks, repeats, share_s, clock, on)
     return CodecsRecord(
         environment=capture(),
         device="cpu" if on.type == "cpu" else torch.cuda.get_device_name(on),
@@ -106,7 +110,13 @@ def _check(
 
 
 def _measure_size(  # noqa: PLR0917
-    codecs: dict[str, Codec], size_bytes: int, num_ranks: int, repeats: int, share_s: float, device: torch.device
+    codecs: dict[str, Codec],
+    size_bytes: int,
+    num_ranks: int,
+    repeats: int,
+    share_s: float,
+    clock: Callable[[], float],
+    device: torch.device,
 ) -> Iterator[CodecSample]:
     num_elements = size_bytes // BYTES_PER_ELEMENT
     source = torch.Generator(device=device).manual_seed(0)
@@ -121,29 +131,31 @@ def _measure_size(  # noqa: PLR0917
             break
         if round_ == 0:
             times_s.clear()
-        times_s["memcpy", "copy"].append(_time_copy(noise_n, grad_n))
+        times_s["memcpy", "copy"].append(_time_copy(noise_n, grad_n, clock))
         for arm in arms:
             grad_n.copy_(noise_n)
-            for stage, seconds in _time_stages(arm, grad_n, residual_n, num_ranks):
+            for stage, seconds in _time_stages(arm, grad_n, residual_n, num_ranks, clock):
                 times_s[arm.name, stage].append(seconds)
     for (name, stage), seconds_ in times_s.items():
         yield CodecSample(codec=name, stage=stage, size_bytes=size_bytes, times_s=tuple(seconds_))
 
 
-def _time_copy(source: Tensor, target: Tensor) -> float:
-    started_s = _now_s(source.device)
+def _time_copy(source: Tensor, target: Tensor, clock: Callable[[], float]) -> float:
+    started_s = clock()
     target.copy_(source)
-    return max(_now_s(source.device) - started_s, _SHORTEST_S)
+    return max(clock() - started_s, _SHORTEST_S)
 
 
-def _time_stages(arm: _Arm, grad_n: Tensor, residual_n: Tensor, num_ranks: int) -> Iterator[tuple[str, float]]:
+def _time_stages(
+    arm: _Arm, grad_n: Tensor, residual_n: Tensor, num_ranks: int, clock: Callable[[], float]
+) -> Iterator[tuple[str, float]]:
     """``(stage, seconds)`` of one exchange as rank 0."""
     residual = residual_n if arm.codec.has_residual else None
     steps = iter(arm.codec.exchange(grad_n, residual, arm.buffers, rank=0, num_ranks=num_ranks))
     for stage in arm.codec.stages:
-        started_s = _now_s(grad_n.device)
+        started_s = clock()
         message = next(steps, None)
-        yield stage, max(_now_s(grad_n.device) - started_s, _SHORTEST_S)
+        yield stage, max(clock() - started_s, _SHORTEST_S)
         if message is not None:
             deliver_own(message, num_ranks)
 
@@ -159,7 +171,14 @@ def deliver_own(message: Message, num_ranks: int) -> None:
             assert message.receive is message.send
 
 
-def _now_s(device: torch.device) -> float:
+def _clock(device: torch.device, concurrent: int) -> Callable[[], float]:
+    """Seconds of a stage as a rank feels them, see ``measure_codecs``."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+
+        def synchronized() -> float:
+            torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        return synchronized
+    share = len(os.sched_getaffinity(0)) / concurrent
+    return time.perf_counter if share >= 1 else lambda: time.thread_time() / share
