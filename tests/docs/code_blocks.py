@@ -1,7 +1,7 @@
 """Reads the code blocks of Markdown files, runs the commands in them, and compares what they print with what is shown.
 
 A ``console`` block holds commands after ``$ `` (a line that ends in a backslash goes on in the next) and, below each,
-the first lines of its output. A shown line of ``...`` stands for any lines; nothing shown means that any output will do.
+the first lines of its output. A shown line of ``...`` stands for any lines; nothing shown allows any output.
 Numbers, with the unit beside them, are ignored: they differ from machine to machine. A comment above the block changes
 what is done with it:
 

@@ -216,3 +216,12 @@ def test_slow_link_stands_out_and_missing_pairs_are_blank():
     assert figure is not None
     assert figure["data"][0]["z"] == [[None, 1.0, 0.25], [None, None, None], [None, None, None]]
     assert (figure["data"][0]["zmin"], figure["data"][0]["zmax"]) == (0, 1.0)
+
+
+def test_strategies_beyond_the_fastest_predicted_are_folded_away():
+    predicted = tuple(
+        make_outcome(f"dense/{n}MiB", predicted_s=0.299 + n / 1e3, measured_s=None, exposed_s=0.1) for n in range(1, 20)
+    )
+    page = Page(report_page(make_record(strategies=(*make_record().strategies[:5], *predicted))))
+    assert "15 more strategies that were only predicted" in page.text
+    assert len(page.figures["step-breakdown"]["data"][0]["y"]) == 9

@@ -91,3 +91,22 @@ def test_record_without_strategies_still_prints():
     text = shown(replace(make_record(), strategies=(), chosen="", reason=""), 80)
     assert "No strategy was measured, so none was chosen." in text
     assert "no reason was recorded" in text
+
+
+def with_many_predicted(record: TuneRecord) -> TuneRecord:
+    # dense/1MiB is predicted to take 300 ms, dense/2MiB 301 ms, ...
+    predicted = tuple(
+        make_outcome(
+            f"dense/{n}MiB", predicted_s=0.299 + n / 1e3, measured_s=None, exposed_s=0.1, verdict="predicted only"
+        )
+        for n in range(1, 20)
+    )
+    return replace(record, strategies=(*record.strategies[:5], *reversed(predicted)))
+
+
+def test_of_many_predicted_strategies_the_fastest_are_shown_and_the_rest_counted():
+    text = shown(with_many_predicted(make_record()), 120)
+    names = [line.split()[0] for line in text.splitlines() if line.startswith("   dense/")]
+    assert names == ["dense/4MiB", "dense/3MiB", "dense/2MiB", "dense/1MiB"]
+    assert "and 15 more strategies that were only predicted" in text
+    assert "predicted only" not in text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import html
 import json
+import math
 import re
 from collections.abc import Iterable
 from importlib import resources
@@ -19,7 +20,7 @@ import msgspec
 
 from wirespeed import records
 from wirespeed.report import plots, tables
-from wirespeed.report.summary import PREDICTION_BAND, Row, Summary, finite, share_text, summarize
+from wirespeed.report.summary import PREDICTION_BAND, Row, Summary, finite, share_text, split_rows, summarize
 from wirespeed.spec.comparison import TuneRecord
 from wirespeed.spec.strategy import StrategyFile, strategy_text
 from wirespeed.units import format_duration, format_rate
@@ -195,13 +196,32 @@ def _comparison(summary: Summary) -> str:
         return _section("Comparison", "No strategy was run.", "")
     looks = plots.styles([(row.name, row.codec) for row in summary.rows])
     heads = "".join(f'<th scope="col">{_text(column)}</th>' for column in _COLUMNS)
-    body = "".join(_table_row(row, looks[row.name]["color"]) for row in summary.rows)
+    rows, rest = split_rows(summary.rows)
+    body = "".join(_table_row(row, looks[row.name]["color"]) for row in rows)
     return _section(
         "Comparison",
         "Medians over steps, on the same script with the same seed. Bytes are per step and rank. Strategies in italics "
         "were predicted, not run.",
         '<div class="scroll"><table id="comparison"><thead><tr><th scope="col">strategy</th>'
-        f"{heads}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n",
+        f"{heads}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n{_more(rest)}",
+    )
+
+
+def _more(rest: tuple[Row, ...]) -> str:
+    if not rest:
+        return ""
+    fastest_first = sorted(rest, key=lambda row: row.predicted_step_s or math.inf)
+    body = "".join(
+        f'<tr class="predicted"><th scope="row">{_text(row.name)}</th>'
+        f"<td>{_text(tables.duration_text(row.predicted_step_s))}</td><td>{_text(tables.exposed_text(row))}</td>"
+        f"<td>{_text(tables.size_text(row.stated_bytes))}</td></tr>\n"
+        for row in fastest_first
+    )
+    return (
+        f"<details><summary>{len(rest)} more strategies that were only predicted</summary>\n"
+        '<div class="scroll"><table class="narrow"><thead><tr><th scope="col">strategy</th>'
+        '<th scope="col">step predicted</th><th scope="col">exposed communication</th>'
+        f'<th scope="col">bytes stated</th></tr></thead>\n<tbody>\n{body}</tbody></table></div></details>\n'
     )
 
 
@@ -228,7 +248,7 @@ def _table_row(row: Row, colour: str) -> str:
 
 
 def _breakdown(record: TuneRecord, summary: Summary, figures: Figures) -> str:
-    figure = plots.step_breakdown(record, summary.rows)
+    figure = plots.step_breakdown(record, split_rows(summary.rows)[0])
     if figure is None:
         return ""
     return _section(
@@ -268,7 +288,7 @@ def _predictions(record: TuneRecord, summary: Summary, figures: Figures) -> str:
 
 
 def _bytes(record: TuneRecord, summary: Summary, figures: Figures) -> str:
-    figure = plots.bytes_sent(record, summary.rows)
+    figure = plots.bytes_sent(record, split_rows(summary.rows)[0])
     if figure is None:
         return ""
     return _section(

@@ -63,11 +63,9 @@ def styles(names_and_codecs: list[tuple[str, str]]) -> dict[str, dict[str, str]]
 
 def step_breakdown(record: TuneRecord, rows: tuple[Row, ...]) -> Figure | None:
     """Stacked bars: where a step's time goes per strategy, with the predicted step as a mark. Milliseconds."""
-    shown = [
-        (outcome, row)
-        for outcome, row in zip(record.strategies, rows, strict=True)
-        if outcome.breakdown is not None or row.predicted_step_s is not None
-    ]
+    outcomes = {outcome.name: outcome for outcome in record.strategies}
+    pairs = [(outcomes[row.name], row) for row in rows]
+    shown = [(o, row) for o, row in pairs if o.breakdown is not None or row.predicted_step_s is not None]
     if not shown:
         return None
     labels = [_label(row) for _, row in shown]

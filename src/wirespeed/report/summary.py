@@ -19,6 +19,9 @@ from wirespeed.units import format_duration
 PREDICTION_BAND = 0.15
 """Relative error within which a prediction counts as good (the project's own bar)."""
 
+MAX_PREDICTED = 4
+"""Strategies that were predicted but not run, in tables and figures."""
+
 State = Literal["measured", "predicted"]
 
 
@@ -92,6 +95,17 @@ def make_rows(record: TuneRecord) -> tuple[Row, ...]:
     """One row per strategy, in the record's order."""
     baseline = baseline_of(record)
     return tuple(_row(outcome, record, baseline) for outcome in record.strategies)
+
+
+def split_rows(rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """``(rows to show, the rest)``: all that ran or was chosen, and the ``MAX_PREDICTED`` fastest that were predicted.
+
+    A comparison predicts every bucket size of every codec, far more than a reader can use.
+    """
+    predicted = [row for row in rows if row.state == "predicted" and not row.chosen]
+    fastest = sorted(predicted, key=lambda row: row.predicted_step_s or math.inf)[:MAX_PREDICTED]
+    shown = tuple(row for row in rows if row not in predicted or row in fastest)
+    return shown, tuple(row for row in rows if row not in shown)
 
 
 def summarize(record: TuneRecord) -> Summary:

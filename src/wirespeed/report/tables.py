@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from wirespeed.report.summary import Row, Summary, summarize
+from wirespeed.report.summary import Row, Summary, split_rows, summarize
 from wirespeed.spec.comparison import TuneRecord
 from wirespeed.units import format_duration, format_size
 
@@ -86,9 +86,10 @@ _NARROW = (_STRATEGY, _PREDICTED, _MEASURED_SHORT, _EXPOSED, _LOSS, _TIME, _SPEE
 def comparison_table(record: TuneRecord, *, width: int | None = None) -> Table:
     """The comparison with its verdicts and the reason below it, for ``width`` columns (default: the terminal's)."""
     summary = summarize(record)
+    rows, rest = split_rows(summary.rows)
     columns_available = Console().width if width is None else width
     variants = (_FULL, _MIDDLE, _NARROW)
-    columns = next((v for v in variants if _needed_width(v, summary.rows) <= columns_available), _NARROW)
+    columns = next((v for v in variants if _needed_width(v, rows) <= columns_available), _NARROW)
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -96,14 +97,14 @@ def comparison_table(record: TuneRecord, *, width: int | None = None) -> Table:
         header_style="bold",
         title=Text(summary.headline, style="bold"),
         title_justify="left",
-        caption=_notes(summary),
+        caption=_notes(summary, rows, len(rest)),
         caption_justify="left",
         caption_style="",
         width=min(columns_available, MAX_WIDTH),
     )
     for index, (heading, _) in enumerate(columns):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True, overflow="fold")
-    for row in summary.rows:
+    for row in rows:
         style = "bold green" if row.chosen else "dim" if row.state == "predicted" else ""
         # Text, not markup: a strategy's name may hold square brackets.
         table.add_row(*(Text(cell(row)) for _, cell in columns), style=style)
@@ -116,14 +117,16 @@ def _needed_width(columns: tuple[Column, ...], rows: tuple[Row, ...]) -> int:
     return sum(widths) + 1
 
 
-def _notes(summary: Summary) -> Text:
+def _notes(summary: Summary, rows: tuple[Row, ...], num_hidden: int) -> Text:
     notes = Text()
-    verdicts = [row for row in summary.rows if row.verdict]
+    verdicts = [row for row in rows if row.verdict and row.verdict != "predicted only"]
     longest = max((len(row.name) for row in verdicts), default=0)
     for row in verdicts:
         style = "green" if row.chosen else "dim" if row.state == "predicted" else ""
         notes.append(f"{'*' if row.chosen else ' '} {row.name:<{longest}}  {row.verdict}\n", style=style)
-    if verdicts:
+    if num_hidden:
+        notes.append(f"  and {num_hidden} more strategies that were only predicted\n", style="dim")
+    if verdicts or num_hidden:
         notes.append("\n")
     notes.append("Why: ", style="bold")
     notes.append(summary.reason or "no reason was recorded.")
