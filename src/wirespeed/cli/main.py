@@ -73,10 +73,9 @@ def main(arguments: list[str] | None = None) -> int:  # noqa: PLR0911 - one exit
     except (typer.Abort, KeyboardInterrupt):
         print("wirespeed: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return _end_without_reader()
-    except SystemExit as end:  # what click and rich make of a broken pipe
-        if not isinstance(end.__context__, BrokenPipeError):
+    except (BrokenPipeError, SystemExit) as end:
+        # SystemExit is what click and rich make of a broken pipe.
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
             raise
         return _end_without_reader()
     except Exception as fault:  # click's usage errors carry their own exit code and text

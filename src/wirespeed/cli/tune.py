@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from wirespeed.cli import render
 from wirespeed.errors import UsageError, WirespeedError
 from wirespeed.spec.strategy import FIDELITIES, Fidelity, Strategy
 from wirespeed.units import format_duration, format_rate, parse_duration
@@ -159,29 +160,22 @@ def _run(options: TuneOptions, lab: str | None, *, as_json: bool) -> int:
 
 
 def _show(record: TuneRecord, options: TuneOptions, *, as_json: bool) -> None:
-    from wirespeed import records
     from wirespeed.report.html import write_report
     from wirespeed.report.tables import comparison_table
 
-    write_report(options.out / "report.html", record)
+    page = write_report(options.out / "report.html", record)
     if as_json:
-        sys.stdout.write(records.to_json(record).decode())
+        render.print_json(record)
         return
-    from rich.console import Console
-
-    console = Console()
+    console = render.stdout_console()
     link = record.fabric.link_bit_per_s
     rate = "unknown" if link is None else format_rate(link)
-    console.print(
-        f"{record.script} on {record.fabric.description}, {record.fabric.num_ranks} ranks, link {rate} measured"
-    )
-    console.print(comparison_table(record))
-    console.print(record.reason)
-    for warning in record.warnings:
-        console.print(f"note: {warning}", style="yellow", markup=False)
-    console.print(
-        f'report: {options.out / "report.html"}   use it: attach(..., strategy="{options.out / "strategy.toml"}")'
-    )
+    for line in (
+        f"{record.script} on {record.fabric.description}, {record.fabric.num_ranks} ranks, link {rate} measured",
+        comparison_table(record, width=console.width),
+        f'report: {page}   use it: attach(..., strategy="{options.out / "strategy.toml"}")',
+    ):
+        console.print(line, markup=False, soft_wrap=isinstance(line, str))
 
 
 def _find_place(lab: str | None, display: Display) -> Place:

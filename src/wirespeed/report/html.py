@@ -342,6 +342,7 @@ def _use(record: TuneRecord, summary: Summary) -> str:
         strategy=chosen.strategy,
         predicted_step_s=row.predicted_step_s,
         measured_step_s=row.measured_step_s,
+        note=record.reason,
     )
     code = 'from wirespeed.train import attach\n\nattach(model, strategy="strategy.toml")  # model: after DDP(model)'
     return _section(

@@ -28,8 +28,9 @@ State = Literal["measured", "predicted"]
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One strategy of the comparison. Of a strategy that did not run, the parts of the step are predicted ones.
 
-    ``compute_s`` is the step without exposed communication. Bytes are what one rank sends. ``speed_up`` is dense's time
-    to the loss target over this strategy's; ``step_ratio`` this strategy's step over dense's, both measured.
+    ``compute_s`` is the step without exposed communication, as a mean over ranks. Bytes are what one rank sends.
+    ``speed_up`` is dense's time to the loss target over this strategy's; ``step_ratio`` this strategy's step over
+    dense's, both measured.
     """
 
     name: str
@@ -131,20 +132,14 @@ def _row(outcome: StrategyOutcome, record: TuneRecord, baseline: StrategyOutcome
     prediction = outcome.prediction
     if predicted_s is None and prediction is not None:
         predicted_s = finite(prediction.step_s)
-    step_s = measured_s if measured_s is not None else predicted_s
-    exposed_s = finite(outcome.exposed_s)
+    exposed_s, compute_s, share = _parts(outcome, measured_s, predicted_s)
     wire_bytes: float | None = finite(outcome.wire_bytes_per_step)
     stated_bytes: float | None = outcome.stated_bytes_per_step
-    if measured_s is not None:
-        if exposed_s is None and outcome.breakdown is not None:
-            exposed_s = finite(outcome.breakdown.exposed_s)
-    elif prediction is not None:
-        exposed_s = finite(prediction.exposed_s)
-        stated_bytes = prediction.wire_bytes if stated_bytes is None else stated_bytes
+    if stated_bytes is None and measured_s is None and prediction is not None:
+        stated_bytes = prediction.wire_bytes
     error = finite(outcome.prediction_error)
     if error is None and predicted_s is not None and measured_s:
         error = predicted_s / measured_s - 1
-    has_parts = step_s is not None and step_s > 0 and exposed_s is not None
     time_s, baseline_time_s = finite(outcome.time_to_loss_s), _time_to_loss(baseline)
     baseline_step_s = finite(baseline.measured_step_s) if baseline is not None else None
     return Row(
@@ -157,9 +152,9 @@ def _row(outcome: StrategyOutcome, record: TuneRecord, baseline: StrategyOutcome
         measured_step_s=measured_s,
         measured_spread=finite(outcome.measured_spread),
         prediction_error=error if measured_s is not None else None,
-        compute_s=max(0.0, step_s - exposed_s) if step_s is not None and exposed_s is not None else None,
+        compute_s=compute_s,
         exposed_s=exposed_s,
-        exposed_share=exposed_s / step_s if has_parts and step_s and exposed_s is not None else None,
+        exposed_share=share,
         stated_bytes=stated_bytes,
         wire_bytes=wire_bytes,
         final_loss=finite(outcome.final_loss),
@@ -171,6 +166,23 @@ def _row(outcome: StrategyOutcome, record: TuneRecord, baseline: StrategyOutcome
         step_ratio=measured_s / baseline_step_s if measured_s is not None and baseline_step_s else None,
         verdict=outcome.verdict,
     )
+
+
+def _parts(
+    outcome: StrategyOutcome, measured_s: float | None, predicted_s: float | None
+) -> tuple[float | None, float | None, float | None]:
+    """``(exposed_s, compute_s, exposed share)``, measured where the strategy ran.
+
+    The measured step is that of the slowest rank, its parts are means over ranks: the share is taken among the parts.
+    """
+    step_s, exposed_s = measured_s, finite(outcome.exposed_s)
+    if measured_s is None:
+        step_s, exposed_s = predicted_s, None if outcome.prediction is None else finite(outcome.prediction.exposed_s)
+    elif outcome.breakdown is not None:
+        step_s, exposed_s = finite(outcome.breakdown.step_s), finite(outcome.breakdown.exposed_s)
+    if step_s is None or step_s <= 0 or exposed_s is None:
+        return exposed_s, None, None
+    return exposed_s, max(0.0, step_s - exposed_s), exposed_s / step_s
 
 
 def _time_to_loss(outcome: StrategyOutcome | None) -> float | None:
@@ -255,10 +267,14 @@ def _points(record: TuneRecord, rows: tuple[Row, ...], chosen: Row, dense: Row |
 
 
 def _faster_not_run(rows: tuple[Row, ...], chosen: Row) -> Row | None:
-    """The strategy that was only predicted, to be faster than what was chosen by more than predictions err."""
+    """The strategy that was only predicted, to be faster than what was chosen by more than predictions err.
+
+    Predictions are held against each other: they err together where the machine is busier than when it was measured.
+    """
     if chosen.measured_step_s is None:
         return None
-    limit_s = chosen.measured_step_s * (1 - PREDICTION_BAND)
+    step_s = chosen.measured_step_s if chosen.predicted_step_s is None else chosen.predicted_step_s
+    limit_s = step_s * (1 - PREDICTION_BAND)
     faster = [row for row in rows if row.state == "predicted" and (row.predicted_step_s or math.inf) < limit_s]
     return min(faster, key=lambda row: row.predicted_step_s or math.inf, default=None)
 

@@ -27,7 +27,7 @@ from wirespeed.plan.space import legal_strategies
 from wirespeed.records import CodecsRecord, CollectivesRecord, LinksRecord
 from wirespeed.spec.comparison import MeasuredFabric, StrategyOutcome, TuneRecord
 from wirespeed.spec.prediction import Prediction
-from wirespeed.spec.strategy import DEFAULT_BUCKET_BYTES, Fidelity, Strategy, StrategyFile
+from wirespeed.spec.strategy import DEFAULT_BUCKET_BYTES, Fidelity, Strategy, StrategyFile, strategy_text
 from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.train.report import breakdown_of, mean_breakdown
 from wirespeed.train.trace import RunDirective, RunTrace, decode_trace, write_directive
@@ -238,7 +238,7 @@ class Tuning:
             measured_step_s=best.measured_step_s,
             note=record.reason,
         )
-        records.write_bytes(self.options.out / "strategy.toml", msgspec.toml.encode(_without_none(held)))
+        records.write_bytes(self.options.out / "strategy.toml", strategy_text(held).encode())
 
     # ------------------------------------------------------------ inside
 
@@ -391,12 +391,3 @@ def _last_words(end: RunEnd) -> str:
     rank = 0 if end.failed_rank is None else end.failed_rank
     lines = [line for line in end.tail.get(rank, []) if line.strip()]
     return lines[-1].strip() if lines else "it printed nothing"
-
-
-def _without_none(held: StrategyFile) -> dict[str, object]:
-    plain: dict[str, object] = msgspec.to_builtins(held)
-    return {
-        key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-        for key, value in plain.items()
-        if value is not None
-    }
