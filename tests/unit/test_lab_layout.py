@@ -72,7 +72,13 @@ def test_every_host_has_an_address_of_its_own() -> None:
 
 def test_lab_names_come_before_the_systems_in_the_hosts_file() -> None:
     text = hosts_file(lay_out(LabSpec(hosts=2, rate_bit_per_s=1e9)), "192.0.2.1 h1 other\n")
-    assert text.splitlines()[2:] == ["10.77.0.1 h0", "10.77.0.2 h1", "192.0.2.1 h1 other"]
+    assert text.splitlines()[2:] == [
+        "10.77.0.1 h0",
+        "10.77.0.2 h1",
+        "::ffff:10.77.0.1 h0.lab",
+        "::ffff:10.77.0.2 h1.lab",
+        "192.0.2.1 h1 other",
+    ]
 
 
 @pytest.mark.parametrize(
