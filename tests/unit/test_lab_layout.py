@@ -72,12 +72,18 @@ def test_every_host_has_an_address_of_its_own() -> None:
 
 def test_lab_names_come_before_the_systems_in_the_hosts_file() -> None:
     text = hosts_file(lay_out(LabSpec(hosts=2, rate_bit_per_s=1e9)), "192.0.2.1 h1 other\n")
-    assert text.splitlines()[2:] == ["10.77.0.1 h0", "10.77.0.2 h1", "192.0.2.1 h1 other"]
+    assert text.splitlines()[2:] == [
+        "10.77.0.1 h0",
+        "10.77.0.2 h1",
+        "::ffff:10.77.0.1 h0.lab",
+        "::ffff:10.77.0.2 h1.lab",
+        "192.0.2.1 h1 other",
+    ]
 
 
 @pytest.mark.parametrize(
     ("rate_bit_per_s", "burst_bytes", "segment_bytes"),
-    [(1e9, 32750, 16384), (100e6, 16384, 16384), (10e6, 4542, 4542), (64e3, 4542, 4542), (10e9, 327500, 16384)],
+    [(1e9, 32750, 16384), (100e6, 16384, 15564), (10e6, 4542, 4314), (64e3, 4542, 4314), (10e9, 327500, 16384)],
 )
 def test_the_burst_follows_the_rate(rate_bit_per_s: float, burst_bytes: int, segment_bytes: int) -> None:
     # 1 Gbit/s: 125e6 B/s x 262 us; 100 Mbit/s and somewhat below: 16 KiB; lowest: three frames of 1514 B.

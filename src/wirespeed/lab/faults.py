@@ -62,10 +62,12 @@ class Faults:
             self._wiring.set_partition(one, two, cut=False)
             self._partitions.remove(pair)
 
-    def host_status(self, host: str, processes: tuple[int, ...]) -> HostStatus:
-        """A host with its faults; the rates are read back from the kernel."""
+    def host_status(
+        self, host: str, rates: tuple[float | None, float | None], processes: tuple[int, ...]
+    ) -> HostStatus:
+        """A host with its faults, its rates (as read back: sending, receiving) and its processes."""
         link = self._wiring.links[host]
-        sends, receives = self._wiring.read_rates(host)
+        sends, receives = rates
         apart = [next(iter(pair - {host})) for pair in self._partitions if host in pair]
         return HostStatus(
             name=host,

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from pathlib import Path
 
 import msgspec
@@ -109,7 +110,7 @@ def claim(name: str | None) -> tuple[str, Path, int]:
         except OSError as error:
             raise cannot_write(path, error) from None
         try:
-            lock = _try_lock(path, create=True)
+            lock = _wait_lock(path)
         except FileNotFoundError:
             continue  # somebody is removing the leftover at this moment
         except OSError as error:
@@ -125,6 +126,16 @@ def claim(name: str | None) -> tuple[str, Path, int]:
             if leftover.name != "lock":
                 _remove(leftover)
         return chosen, path, lock
+
+
+def _wait_lock(path: Path) -> int | None:
+    """As ``_try_lock``, but not put off by one who only looks whether the lab is alive and holds it for that long."""
+    for _ in range(20):
+        lock = _try_lock(path, create=True)
+        if lock is not None:
+            return lock
+        time.sleep(0.01)
+    return None
 
 
 def _try_lock(path: Path, *, create: bool) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -209,6 +210,7 @@ class Keeper:
         for pid in processes.find(processes.is_in_network(frozenset(inodes))):
             with contextlib.suppress(OSError):
                 found.setdefault(os.stat(f"/proc/{pid}/ns/net").st_ino, []).append(pid)
+        rates = wiring.read_rates()
         return control.Status(
             name=self.order.name,
             spec=self.order.spec,
@@ -216,7 +218,8 @@ class Keeper:
             rootless=self.rootless,
             delay_by="netem" if wiring.uses_netem else "line" if wiring.uses_line else "none",
             hosts=tuple(
-                self.faults.host_status(name, tuple(sorted(found.get(inode, ())))) for inode, name in inodes.items()
+                self.faults.host_status(name, rates[name], tuple(sorted(found.get(inode, ()))))
+                for inode, name in inodes.items()
             ),
             notes=tuple(wiring.notes),
         )
@@ -250,6 +253,8 @@ def probe() -> None:
 def main() -> int:
     """Read an order (JSON; empty: probe) on stdin, answer on stdout with a Reply, then keep the lab."""
     os.setsid()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three namespaces and two sockets per host
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     text = sys.stdin.buffer.read()
     keeper: Keeper | None = None

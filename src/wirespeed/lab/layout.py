@@ -137,4 +137,7 @@ def hosts_file(hosts: tuple[LabHost, ...], system_text: str) -> str:
     """The text of /etc/hosts inside a lab: the lab's names first, so that they win, then the system's lines."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
     lines += [f"{host.address} {host.name}" for host in hosts]
+    # A server on a dual-stack socket (torch's TCPStore) asks for the name of a mapped address, and complains at length
+    # when there is none. The name differs, so that looking up h0 still gives one IPv4 address.
+    lines += [f"::ffff:{host.address} {host.name}.lab" for host in hosts]
     return "\n".join(lines) + "\n" + system_text

@@ -7,6 +7,7 @@ bursts let whole messages pass unshaped, smaller ones lose up to 40 % to late ti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ NETEM_HANDLE = 0x20000
 QUEUE_S = 0.05
 MIN_QUEUE_BYTES = 128 * 1024
 _FRAME_BYTES = 1514
+_SEGMENT_SHARE = 0.95
+"""A shaper counts a segment with the headers of all its frames (66 B per 1448); one above the burst is taken apart."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,16 +44,15 @@ def shape_of(rate_bit_per_s: float) -> Shape:
     return Shape(
         rate_bytes_per_s=rate,
         burst_bytes=int(burst),
-        segment_bytes=min(16384, int(burst)),
+        segment_bytes=min(16384, int(burst * _SEGMENT_SHARE)),
         queue_bytes=int(max(rate * QUEUE_S, MIN_QUEUE_BYTES)),
     )
 
 
-def set_rate(netlink: Any, device: int, rate_bit_per_s: float, *, change: bool = False) -> None:
-    """Shape what leaves ``device`` (an index in ``netlink``'s namespace), then read the rate back."""
+def set_rate(netlink: Any, device: int, shape: Shape, *, change: bool = False) -> None:
+    """Shape what leaves ``device`` (an index in ``netlink``'s namespace). ``check_rates`` has the last word."""
     from pyroute2.netlink.exceptions import NetlinkError
 
-    shape = shape_of(rate_bit_per_s)
     try:
         netlink.tc(
             "change" if change else "add",
@@ -67,22 +69,32 @@ def set_rate(netlink: Any, device: int, rate_bit_per_s: float, *, change: bool =
             f"the kernel refused the shaper tbf: {error}",
             hint="load it with: modprobe sch_tbf (CONFIG_NET_SCH_TBF)",
         ) from None
-    got = read_rate(netlink, device)
-    if got is None or abs(got - shape.rate_bytes_per_s * 8) > 8:
-        seen = "no shaper" if got is None else units.format_rate(got)
-        raise InternalError(f"a link reads back {seen}", expected=units.format_rate(rate_bit_per_s))
 
 
-def read_rate(netlink: Any, device: int) -> float | None:
-    """The rate in bit/s that the kernel gives to what leaves ``device``, or None where nothing shapes it."""
-    for qdisc in netlink.get_qdiscs(device):
-        if qdisc.get_attr("TCA_KIND") == "tbf":
-            return float(qdisc.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"] * 8)
-    return None
+def read_rates(netlink: Any) -> dict[int, float]:
+    """The rates in bit/s that the kernel gives to what leaves each shaped device of a namespace, by index."""
+    return {
+        qdisc["index"]: float(qdisc.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"] * 8)
+        for qdisc in netlink.get_qdiscs()
+        if qdisc.get_attr("TCA_KIND") == "tbf"
+    }
+
+
+def check_rates(netlink: Any, wanted: Mapping[int, Shape]) -> None:
+    """Raise InternalError unless the kernel reads back the rates that were set."""
+    found = read_rates(netlink)
+    for device, shape in wanted.items():
+        got = found.get(device)
+        if got != shape.rate_bytes_per_s * 8:
+            seen = "no shaper" if got is None else units.format_rate(got)
+            raise InternalError(f"a link reads back {seen}", expected=units.format_rate(shape.rate_bytes_per_s * 8))
 
 
 def add_netem(netlink: Any, device: int, *, delay_s: float, loss: float, rate_bit_per_s: float) -> bool:
-    """Put netem under the shaper of ``device``. False where this kernel does not have it."""
+    """Put netem under the shaper of ``device``. False where this kernel does not have it.
+
+    netem loses what it is given, a segment of 11 frames as easily as one frame: with loss, none larger is made.
+    """
     from pyroute2.netlink.exceptions import NetlinkError
 
     frames_in_flight = int((delay_s + QUEUE_S) * rate_bit_per_s / 8 / _FRAME_BYTES)
@@ -97,6 +109,8 @@ def add_netem(netlink: Any, device: int, *, delay_s: float, loss: float, rate_bi
             loss=loss * 100,
             limit=max(1000, 2 * frames_in_flight),
         )
+        if loss > 0:
+            netlink.link("set", index=device, gso_max_segs=1)
     except NetlinkError:
         return False
     return any(qdisc.get_attr("TCA_KIND") == "netem" for qdisc in netlink.get_qdiscs(device))

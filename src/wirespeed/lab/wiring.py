@@ -49,6 +49,7 @@ class Wiring:
         self.uses_netem = False
         self.uses_line = False
         self.notes: list[str] = []
+        self._shapes: dict[int, shaping.Shape] = {}
         self._net = namespaces.open_own("net")
         self._mnt = namespaces.open_own("mnt")
         self._uts = namespaces.open_own("uts")
@@ -65,6 +66,7 @@ class Wiring:
                 bridges = self._make_bridges(netlink)
                 for index, host in enumerate(layout.lay_out(self.spec)):
                     self._make_host(netlink, index, host, bridges[host.rack], scratch)
+                shaping.check_rates(netlink, self._shapes)
         except NetlinkError as error:
             raise MissingCapability(
                 f"the kernel refused a bridge or a veth pair: {error}",
@@ -82,8 +84,13 @@ class Wiring:
                 device = _index(netlink, name)
                 netlink.link("set", index=device, master=master, **_UP)
                 if self.spec.uplink_bit_per_s is not None:
-                    shaping.set_rate(netlink, device, self.spec.uplink_bit_per_s)
+                    self._shape(netlink, device, self.spec.uplink_bit_per_s)
         return racks
+
+    def _shape(self, netlink: Any, device: int, rate_bit_per_s: float) -> None:
+        """Shape a device of the lab's own namespace; ``build`` reads all of them back at once."""
+        self._shapes[device] = shaping.shape_of(rate_bit_per_s)
+        shaping.set_rate(netlink, device, self._shapes[device])
 
     def _make_host(self, netlink: Any, index: int, host: layout.LabHost, bridge: int, scratch: Path) -> None:
         net, mnt, uts = self._make_namespaces(host, scratch)
@@ -96,7 +103,9 @@ class Wiring:
             inner.link("set", index=1, **_UP)
             inner.addr("add", index=device, address=host.address, prefixlen=layout.PREFIX_LENGTH)
             inner.link("set", index=device, **_UP)
-            shaping.set_rate(inner, device, self.spec.rate_bit_per_s)
+            shape = shaping.shape_of(self.spec.rate_bit_per_s)
+            shaping.set_rate(inner, device, shape)
+            shaping.check_rates(inner, {device: shape})
             if wants_impairment and not self.uses_line:
                 self.uses_netem = shaping.add_netem(
                     inner, device, delay_s=self.spec.delay_s, loss=self.spec.loss,
@@ -110,7 +119,7 @@ class Wiring:
             netlink.link("set", index=_index(netlink, line), **_UP)
         netlink.link("set", index=plug, **_UP)
         netlink.link("set", index=port, master=bridge, **_UP)
-        shaping.set_rate(netlink, port, self.spec.rate_bit_per_s)
+        self._shape(netlink, port, self.spec.rate_bit_per_s)
         self.links[host.name] = Link(
             host=host, net=net, mnt=mnt, uts=uts, device=device, plug=plug, port=port, line=line
         )
@@ -151,20 +160,25 @@ class Wiring:
             netlink.link("set", index=self.links[host].plug, state="up" if up else "down")
 
     def set_rate(self, host: str, rate_bit_per_s: float) -> None:
-        """Change a host's link in both directions."""
+        """Change a host's link in both directions, and read it back."""
         link = self.links[host]
+        shape = shaping.shape_of(rate_bit_per_s)
         with _netlink() as netlink:
-            shaping.set_rate(netlink, link.port, rate_bit_per_s, change=True)
+            shaping.set_rate(netlink, link.port, shape, change=True)
+            shaping.check_rates(netlink, {link.port: shape})
         with namespaces.inside(link.net, self._net), _netlink() as inner:
-            shaping.set_rate(inner, link.device, rate_bit_per_s, change=True)
+            shaping.set_rate(inner, link.device, shape, change=True)
+            shaping.check_rates(inner, {link.device: shape})
 
-    def read_rates(self, host: str) -> tuple[float | None, float | None]:
-        """What the kernel says: bit/s from the host and to the host."""
-        link = self.links[host]
-        with namespaces.inside(link.net, self._net), _netlink() as inner:
-            sent = shaping.read_rate(inner, link.device)
+    def read_rates(self) -> dict[str, tuple[float | None, float | None]]:
+        """What the kernel says, by host: bit/s from the host and to the host."""
         with _netlink() as netlink:
-            return sent, shaping.read_rate(netlink, link.port)
+            received = shaping.read_rates(netlink)
+        rates = {}
+        for name, link in self.links.items():
+            with namespaces.inside(link.net, self._net), _netlink() as inner:
+                rates[name] = (shaping.read_rates(inner).get(link.device), received.get(link.port))
+        return rates
 
     def set_partition(self, host: str, other: str, *, cut: bool) -> None:
         """Drop, silently, every frame between two hosts, or let them pass again.
