@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from wirespeed.errors import PeerFailure, UsageError, WirespeedError
 from wirespeed.launch import Ranks
@@ -27,6 +28,8 @@ from wirespeed.measure.messages import Done, Fault, Finish, Go, Hello, Listening
 from wirespeed.measure.participant import take_part
 from wirespeed.measure.transfers import DRAIN_S, MAX_STREAMS, NONCE_BYTES, PING_BUDGET_S, SEND_MARGIN_S
 from wirespeed.records import LinkSample, LinksRecord
+
+_Kind = TypeVar("_Kind", bound=Message)
 
 NUM_PINGS = 500
 WARMUP_S = 0.2
@@ -154,11 +157,8 @@ def _coordinate(
     if len(members) < 2:
         raise UsageError(f"all ranks are on host {names[0]!r}", expected="two hosts or more")
     answers = receive_from_all([channel for channel, _ in members], Deadline(plan.timeout_s, "opening a listener"))
-    hosts = []
-    for channel, name in members:
-        place = answers[channel]
-        assert isinstance(place, Listening)
-        hosts.append(_Host(name=name, channel=channel, place=place))
+    places = _expect(Listening, answers)
+    hosts = [_Host(name=name, channel=channel, place=places[channel]) for channel, name in members]
     samples: list[LinkSample] = []
     table = rounds(len(hosts))
     for number, pairs in enumerate(table, start=1):
@@ -183,7 +183,8 @@ def _measure_round(pairs: Sequence[tuple[_Host, _Host]], plan: _Plan) -> list[Li
     rtts: dict[tuple[str, str], tuple[float, float, float]] = {}
     for way in ways:
         for (source, target), (pinged, _) in _phase(way, plan, does_ping=True).items():
-            assert pinged.rtts_s is not None
+            if pinged.rtts_s is None:
+                raise PeerFailure(f"host {source} measured no round trip to host {target}")
             rtts[source, target] = pinged.rtts_s
     # Slow start doubles per round trip: twenty of them open any window.
     slowest_s = max(min(20 * median_s, 2.0) for _, median_s, _ in rtts.values())
@@ -239,21 +240,17 @@ def _phase(
     for channel in channels:
         channel.send(Go())
     work_s = PING_BUDGET_S if does_ping else warmup_s + plan.duration_s + SEND_MARGIN_S + DRAIN_S
-    results = receive_from_all(channels, Deadline(work_s + plan.timeout_s + 2, "a transfer"))
-    _expect(Done, results)
-    answers: dict[tuple[str, str], tuple[Done, Done]] = {}
-    for source, target in pairs:
-        at_source, at_target = results[source.channel], results[target.channel]
-        assert isinstance(at_source, Done)
-        assert isinstance(at_target, Done)
-        answers[source.name, target.name] = (at_source, at_target)
-    return answers
+    results = _expect(Done, receive_from_all(channels, Deadline(work_s + plan.timeout_s + 2, "a transfer")))
+    return {(a.name, b.name): (results[a.channel], results[b.channel]) for a, b in pairs}
 
 
-def _expect(kind: type[Message], messages: dict[Channel, Message]) -> None:
+def _expect(kind: type[_Kind], messages: dict[Channel, Message]) -> dict[Channel, _Kind]:
+    checked: dict[Channel, _Kind] = {}
     for channel, message in messages.items():
         if not isinstance(message, kind):
             raise PeerFailure(f"{channel.peer} answered {type(message).__name__}", expected=kind.__name__)
+        checked[channel] = message
+    return checked
 
 
 def _sample(
