@@ -58,10 +58,6 @@ class CharGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                is_residual = name.endswith(("project.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_residual else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.position[: tokens.shape[1]]
