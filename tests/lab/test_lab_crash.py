@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import processes_of, python, wait_until
+from lab_tools import processes_of, python, wait_until
 
 from wirespeed.errors import DataError, MissingCapability, PeerFailure, UsageError
 from wirespeed.lab import Lab, LabSpec, remove_stale, stale_labs

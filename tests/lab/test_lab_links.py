@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from conftest import python
+from lab_tools import python
 
 from wirespeed.errors import UsageError
 from wirespeed.lab import Lab, LabSpec
