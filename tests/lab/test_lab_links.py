@@ -82,8 +82,8 @@ def test_16_mb_take_the_time_that_the_rate_allows(rate_bit_per_s: float) -> None
 
 
 def test_flows_that_share_an_uplink_add_up_to_its_rate() -> None:
-    # Two hosts of rack 0 send to two of rack 1, 200 Mbit/s each, over an uplink of 200. Both flows are cut to the
-    # time in which both were active, by counting the uplink's own frames: bytes of the spine's interface.
+    # Two hosts of rack 0 send to two of rack 1, 200 Mbit/s each, over an uplink of 200. Counted is what both receivers
+    # got in the time in which both flows were active.
     spec = LabSpec(hosts=4, racks=2, rate_bit_per_s=200e6, uplink_bit_per_s=200e6)
     program = """
 import socket, sys, threading, time
