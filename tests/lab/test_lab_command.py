@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import processes_of, wait_until
+from lab_tools import processes_of, wait_until
 
 WIRESPEED = [sys.executable, "-m", "wirespeed", "lab"]
 

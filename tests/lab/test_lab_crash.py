@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import processes_of, python, wait_until
+from lab_tools import processes_of, python, wait_until
 
 from wirespeed.errors import DataError, MissingCapability, PeerFailure, UsageError
 from wirespeed.lab import Lab, LabSpec, remove_stale, stale_labs
@@ -86,6 +86,21 @@ def test_kill_9_of_the_keeper_during_a_run_is_a_peer_failure_and_ends_the_ranks(
                 on_line=lambda rank, *_: os.kill(pid, signal.SIGKILL) if rank == 0 else None,
             )
     assert stale_labs() == ()
+
+
+def test_a_lab_taken_down_during_a_run_is_a_peer_failure(state_dir: Path) -> None:
+    lab = Lab(SPEC, keep=True)
+    lab.up()
+
+    def take_down(rank: int, stream: str, line: str) -> None:
+        if rank == 0:
+            taker.append(subprocess.Popen(python("import sys; from wirespeed.lab import Lab; Lab.attach().down()")))
+
+    taker: list[subprocess.Popen[bytes]] = []
+    with pytest.raises(PeerFailure, match="ended during the run"):
+        lab.run(["sh", "-c", "echo up; exec sleep 60"], on_line=take_down, timeout_s=30.0)
+    assert taker[0].wait(timeout=20) == 0
+    lab.down()
 
 
 def test_what_a_dead_lab_left_is_removed_and_nothing_else(state_dir: Path) -> None:
@@ -221,6 +236,30 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, fill: int) -> N
     assert "No space left on device" in message
     assert "WIRESPEED_STATE_DIR" in message
     assert left == "[]"
+
+
+# A root without the rights of one (as in a container), below a limit of no user namespaces.
+NO_RIGHTS = """
+import ctypes, os, sys
+from wirespeed.lab import namespaces
+namespaces.unshare(namespaces.CLONE_NEWUSER)
+for name, text in (("setgroups", "deny"), ("uid_map", f"0 {os.environ['UID0']} 1")):
+    namespaces.write_sysctl(f"/proc/self/{name}", text)
+assert namespaces.write_sysctl("/proc/sys/user/max_user_namespaces", "0")
+PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
+namespaces.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN)
+os.execv(sys.executable, [sys.executable, "-m", "wirespeed", "lab", *sys.argv[1:]])
+"""
+
+
+def test_no_permission_is_named_with_what_would_give_it_and_exits_3(state_dir: Path) -> None:
+    command = python(NO_RIGHTS, "up", "--hosts", "2", "--rate", "1gbit")
+    env = {**os.environ, "UID0": str(os.geteuid())}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert done.returncode == 3, done.stderr
+    assert "needs root or unprivileged user namespaces" in done.stderr
+    assert "sysctl user.max_user_namespaces=10000" in done.stderr
+    assert list((state_dir / "labs").iterdir()) == []
 
 
 def test_a_state_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

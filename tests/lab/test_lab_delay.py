@@ -7,7 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from conftest import python, wait_until
+from lab_tools import python, wait_until
 
 from wirespeed.lab import Lab, LabSpec
 

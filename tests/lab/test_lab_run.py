@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import processes_of, python
+from lab_tools import processes_of, python
 
 from wirespeed.errors import UsageError
 from wirespeed.lab import Lab, LabSpec

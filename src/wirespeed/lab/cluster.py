@@ -28,6 +28,7 @@ from wirespeed.system import CommandResult
 
 _ASK_S = 30.0
 _DOWN_S = 15.0
+_DRAIN_S = 2.0
 _ENTER = str(Path(__file__).with_name("enter.py"))
 
 
@@ -282,7 +283,10 @@ class Lab:
         except subprocess.TimeoutExpired:
             late = True
             self.end_token(token)
-            out, err = process.communicate(timeout=_ASK_S)
+            try:
+                out, err = process.communicate(timeout=_DRAIN_S)
+            except subprocess.TimeoutExpired as held:  # by a process that shed its token
+                out, err = held.stdout or b"", held.stderr or b""
         finally:
             if process.poll() is None:
                 process.kill()

@@ -35,7 +35,6 @@ MAX_RANKS = 1024
 _DRAIN_S = 2.0
 
 _ASK_S = 0.2
-DEADLINE = "deadline"
 
 OnLine = Callable[[int, str, str], None]
 ShouldStop = Callable[[], str | None]
@@ -91,8 +90,10 @@ class _Rank:
 class _Run:
     """The loop over all ranks: output, exits, the deadline, the lab's end."""
 
-    def __init__(self, lab: Lab, on_line: OnLine) -> None:
+    def __init__(self, lab: Lab, on_line: OnLine, timeout_s: float | None) -> None:
         self.lab = lab
+        self.timeout_s = timeout_s
+        self.began = time.monotonic()
         self.on_line = on_line
         self.token = lab.new_token()
         self.ranks: list[_Rank] = []
@@ -157,12 +158,14 @@ class _Run:
             pipe.close()
             self.num_pipes -= 1
 
-    def wait(self, deadline: float | None, should_stop: ShouldStop | None) -> str | None:
+    def wait(self, should_stop: ShouldStop | None) -> str | None:
         """Until all have ended or one has failed; a reason when ``should_stop`` or the deadline ended it."""
         while self.num_running and self.failed is None and not self.lab_ended:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return DEADLINE
+            left = None
+            if self.timeout_s is not None:
+                left = self.began + self.timeout_s - time.monotonic()
+                if left <= 0:
+                    return f"the run did not finish within {units.format_duration(self.timeout_s)}"
             if should_stop is not None:
                 reason = should_stop()
                 if reason is not None:
@@ -179,8 +182,10 @@ class _Run:
             self._pump(grace_s, lambda: self.num_running > 0)
             if not self.num_running:
                 break
-        with contextlib.suppress(WirespeedError):  # the keeper is gone, and with it the lab
+        try:
             self.lab.end_token(self.token)
+        except WirespeedError:  # the keeper is gone, and with it the lab
+            self.lab_ended = True
         self._pump(_DRAIN_S, lambda: self.num_pipes > 0)
 
     def _pump(self, timeout_s: float, is_needed: Callable[[], bool]) -> None:
@@ -219,10 +224,8 @@ def run_ranks(
             f"got {ranks_per_host} ranks on each of {len(lab.hosts)} hosts",
             expected=f"1 to {MAX_RANKS} in all",
         )
-    began = time.monotonic()
-    deadline = None if timeout_s is None else began + timeout_s
     port = lab.free_port("h0")
-    run = _Run(lab, print_line if on_line is None else on_line)
+    run = _Run(lab, print_line if on_line is None else on_line, timeout_s)
     try:
         run.selector.register(lab.keeper_handle, selectors.EVENT_READ, None)
         for number in range(num_ranks):
@@ -237,29 +240,27 @@ def run_ranks(
             }
             host = lab.hosts[number // ranks_per_host].name
             run.start(host, command, variables, sched_batch=sched_batch, cwd=cwd)
-        given_up = run.wait(deadline, should_stop)
-        failed, lab_ended = run.failed, run.lab_ended
+        given_up = run.wait(should_stop)
+        failed, is_done = run.failed, run.num_running == 0 and run.failed is None
         run.stop()
     finally:
         run.close()
-    if lab_ended:
+    # `lab down` ends the ranks first, then the keeper: a rank that it ended is no failure of the program.
+    if run.lab_ended and not is_done:
         raise PeerFailure(f"lab {lab.name} ended during the run", hint="see who called `lab down`, or the kernel's log")
-    return _result(run, failed, given_up=given_up, timeout_s=timeout_s, duration_s=time.monotonic() - began)
+    return _result(run, failed, given_up)
 
 
-def _result(
-    run: _Run, failed: _Rank | None, *, given_up: str | None, timeout_s: float | None, duration_s: float
-) -> RunResult:
+def _result(run: _Run, failed: _Rank | None, given_up: str | None) -> RunResult:
+    duration_s = time.monotonic() - run.began
     tails = tuple(tuple(rank.tail) for rank in run.ranks)
     if given_up is not None:
-        if given_up is DEADLINE:
-            given_up = f"the run did not finish within {units.format_duration(timeout_s or 0.0)}"
         reason = f"{given_up}{_known_faults(run.lab)}"
         return RunResult(returncode=TIMED_OUT, timed_out=True, reason=reason, duration_s=duration_s, tails=tails)
     if failed is None:
         return RunResult(returncode=0, duration_s=duration_s, tails=tails)
     code = failed.process.returncode
-    how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+    how = f"ended with exit code {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
     return RunResult(
         returncode=code if code >= 0 else 128 - code,
         failed_rank=failed.number,
@@ -267,6 +268,13 @@ def _result(
         duration_s=duration_s,
         tails=tails,
     )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _known_faults(lab: Lab) -> str:
