@@ -201,7 +201,9 @@ def _show_links(record: LinksRecord) -> None:
     if len(shown) < len(ways):
         say(f"the {len(shown)} slowest of {len(ways)} directions; the record holds all")
     show("sockets: " + ", ".join(f"{name} {value}" for name, value in record.socket_options.items()))
-    _show_verdict([sample.bit_per_s for sample in record.samples])
+    is_steady = _show_verdict([sample.bit_per_s for sample in record.samples])
+    if not is_steady and record.socket_options.get("TCP_CONGESTION", "").startswith("bbr"):
+        show("hint: bbr swings where a queue is short and round trips are tiny; try --congestion cubic --duration 1s")
 
 
 def _kind_name(is_bidirectional: bool, streams: int) -> str:
@@ -261,13 +263,14 @@ def _verdict(is_good: bool) -> str:
     return "stable" if is_good else "not stable"
 
 
-def _show_verdict(cases: Sequence[Sequence[float]]) -> None:
+def _show_verdict(cases: Sequence[Sequence[float]]) -> bool:
     bad = sum(not is_stable(values) for values in cases)
     limit = units.format_percent(STABLE_SPREAD)
     if bad == 0:
         show(f"verdict: stable (spread, the median deviation over the median, at most {limit} everywhere)")
     else:
         show(f"verdict: not stable in {bad} of {len(cases)} cases (spread above {limit}): repeat on quiet hosts")
+    return bad == 0
 
 
 def _slowest_host(record: LinksRecord, path: Path | None) -> tuple[float, str] | None:
