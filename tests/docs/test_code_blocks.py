@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from code_blocks import Block, missing_line, read_blocks, shape
 
+from wirespeed.fabric.files import read_fabric
+from wirespeed.spec.strategy import read_strategy_text
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
@@ -84,11 +87,13 @@ def test_python_compiles_and_the_names_that_it_imports_exist(block: Block):
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml"], ids=name_of)
-def test_toml_parses_and_strategies_in_it_are_strategies(block: Block):
-    if "strategy" in tomllib.loads(block.text):
-        from wirespeed.spec.strategy import read_strategy_text
-
+def test_toml_parses_and_strategies_and_fabrics_in_it_can_be_read(block: Block, tmp_path: Path):
+    document = tomllib.loads(block.text)
+    if "strategy" in document:
         read_strategy_text(block.text, source=name_of(block))
+    if "hosts" in document:
+        (tmp_path / "fabric.toml").write_text(block.text)
+        read_fabric(tmp_path / "fabric.toml")
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "json"], ids=name_of)
