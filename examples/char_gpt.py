@@ -144,7 +144,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
     draw = torch.Generator().manual_seed(args.seed * num_ranks + rank)  # other text on every rank
     if rank == 0:
-        print(f"{num_parameters:,} parameters, {num_ranks} ranks x {args.batch} x {args.seq} bytes per step", flush=True)
+        print(
+            f"{num_parameters:,} parameters, {num_ranks} ranks x {args.batch} x {args.seq} bytes per step", flush=True
+        )
     training_s = 0.0
     for step in range(1, args.steps + 1):
         began = time.perf_counter()
@@ -164,7 +166,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
                 eval_loss = held_out_loss(model, held_out, args, device)
             if rank == 0:
                 print(
-                    f"step {step:4d}  loss {loss.item():.3f}  held-out {eval_loss:.4f}  {training_s / step * 1e3:.0f} ms/step",
+                    f"step {step:4d}  loss {loss.item():.3f}  held-out {eval_loss:.4f}  "
+                    f"{training_s / step * 1e3:.0f} ms/step",
                     flush=True,
                 )
 

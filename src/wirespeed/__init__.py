@@ -11,7 +11,8 @@ One loop: measure -> model -> predict -> apply -> measure again. The rooms, each
     fabric | launch                      what the network is | who and where the ranks are
     spec                                 the shared nouns: strategy, workload, prediction, comparison
     records                              versioned results and their JSON
-    units | errors | system              text to numbers | the error tree | the door to /proc, /sys, subprocesses
+    units | system                       text to numbers | the door to /proc, /sys, subprocesses
+    errors                               the error tree
 
 Importing this module does nothing else.
 """

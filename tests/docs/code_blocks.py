@@ -6,6 +6,7 @@ Numbers, with the unit beside them, are ignored: they differ from machine to mac
 what is done with it:
 
     <!-- not-run: needs a cluster -->     it is not run, for this reason
+    <!-- needs: lab -->                   its page is run only where a lab can be made
     <!-- exit: 1 -->                      its last command ends with this exit code
 """
 
@@ -36,6 +37,7 @@ class Block:
     language: str
     text: str
     not_run: str | None = None
+    needs_lab: bool = False
     exit_code: int = 0
 
     @property
@@ -78,6 +80,7 @@ def read_blocks(path: Path) -> list[Block]:
                 line=start,
                 language=fence["language"],
                 text="\n".join(line[indent:] for line in lines[start:index]),
+                needs_lab=comment == "<!-- needs: lab -->",
                 not_run=None if not_run is None else not_run[1],
                 exit_code=0 if exit_code is None else int(exit_code[1]),
             )

@@ -74,7 +74,9 @@ report(distance=float((other - dense).norm() / (dense - start).norm()))
     assert 0 < results[0]["distance"] < tolerance
 
 
-@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize(
+    "options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}]
+)
 def test_ddp_options_keep_working(options, tmp_path):
     results = fine(TRAIN + f"model, session = train('int8', **{options!r})\nreport(agree=agree(model))", tmp_path)
     assert all(r["agree"] for r in results)
@@ -261,8 +263,14 @@ def test_a_rank_that_dies_fails_the_others_with_a_peer_failure(tmp_path):
     ("program", "message"),
     [
         ("wirespeed.train.attach(make_model())", "expected a torch.nn.parallel.DistributedDataParallel"),
-        ("ddp = DDP(make_model()); ddp.register_comm_hook(None, lambda state, bucket: None); wirespeed.train.attach(ddp)", "communication hook already"),
-        ("ddp = DDP(make_model()); wirespeed.train.attach(ddp, strategy='dense'); wirespeed.train.attach(ddp, strategy='dense')", "has a session already"),
+        (
+            "ddp = DDP(make_model()); ddp.register_comm_hook(None, lambda state, bucket: None); wirespeed.train.attach(ddp)",
+            "communication hook already",
+        ),
+        (
+            "ddp = DDP(make_model()); wirespeed.train.attach(ddp, strategy='dense'); wirespeed.train.attach(ddp, strategy='dense')",
+            "has a session already",
+        ),
         ("wirespeed.train.attach(DDP(make_model()), strategy='int9')", "CODEC"),
         ("wirespeed.train.attach(DDP(make_model()), fidelity='best')", "one of exact, half, compressed, lossy"),
         ("wirespeed.train.attach(DDP(make_model()), strategy='absent.toml')", "cannot read strategy file"),

@@ -60,7 +60,7 @@ def run() -> None:
     sys.exit(main())
 
 
-def main(arguments: list[str] | None = None) -> int:  # noqa: PLR0911 - one exit code per way to end
+def main(arguments: list[str] | None = None) -> int:
     """Run the command line and give its exit code."""
     try:
         result = app(args=arguments, standalone_mode=False)
