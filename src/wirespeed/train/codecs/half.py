@@ -2,12 +2,13 @@
 
 Each rank sends ``g * scale / N``, limited so that even the sum of N limits is finite (``kernels.half_limit``). The
 scale is a power of two, kept with the bucket's buffers and adapted from the averaged result: that is equal on all
-ranks, so all ranks adapt alike without another collective. It shrinks at once and grows at most twofold per step; the
+ranks, so all ranks adapt alike without another collective. It shrinks at once and otherwise grows twofold per step; the
 first step only finds it, and until then works as plain fp16 would. inf and nan come out as nan on every rank and leave
 the scale alone. It relies on all_reduce giving equal bytes to every rank, as gloo's and NCCL's do.
 
 What it can lose: entries that saturate (one rank's more than about 128 times the largest average of the last step), and
-entries 2^31 times smaller than the largest.
+averages 2^31 / N times smaller than the largest. The state is two numbers per bucket; without it (a resumed run) the
+first step finds the scale again.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ on preallocated tensors; ``work`` is whatever scratch space a set asked for.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -23,7 +24,12 @@ HALF_MAX = 65504.0
 HALF_TARGET_EXPONENT = 7
 """The scale aims at 2^7 <= largest averaged entry < 2^8. One rank's entry may then exceed that average 128-fold before
 it saturates, and entries 2^21 times smaller than the largest are still sent with all 11 bits."""
+HALF_JUMP_EXPONENT = 8
+"""The scale grows twofold per step, but at once to within 2^8 of its aim: gradients that shrank must not be lost."""
 HALF_SCALE_EXPONENT_LIMIT = 100
+HALF_TINY = 2.0**-24
+"""fp16's smallest. Entries that are not zero are sent as no less, so that an all-zero sum means zero gradients, and not
+that the scale is too small to see them. A sum that N of these can make up is then taken for zero."""
 INT8_TINY = 2.0**-100
 """A block whose largest entry is below this is sent as zeros and stays in the residual: its scale would be denormal."""
 TOPK_SCALE_EXPONENT = 14
@@ -76,11 +82,11 @@ class Kernels(Protocol):
         ...
 
     def half_encode(self, grad_n: Tensor, buffers: HalfBuffers) -> None:
-        """``send = fp16(clamp(grad * scale / N, -limit, limit))``; what is not finite becomes nan."""
+        """``send = fp16(grad * scale / N)``, its size kept between HALF_TINY and the limit; not finite becomes nan."""
         ...
 
     def half_decode(self, grad_n: Tensor, buffers: HalfBuffers) -> None:
-        """``grad = send / scale``, then adapt the scale to the result."""
+        """``grad = send / scale``, zero up to N x HALF_TINY; then adapt the scale to the largest sum."""
         ...
 
     def int8_work(self, layout: Int8Layout, device: torch.device) -> Any:
@@ -121,17 +127,22 @@ def has_numba() -> bool:
 
 
 def kernels_for(choice: KernelChoice, device: torch.device) -> Kernels:
-    """The kernels that run on ``device``: with "auto", numba for CPU tensors where installed, else torch."""
-    if choice == "torch" or (choice == "auto" and (device.type != "cpu" or not has_numba())):
-        from wirespeed.train.codecs.kernels_torch import TorchKernels
+    """The kernels that run on ``device``: with "auto", numba for CPU tensors where it works, else torch."""
+    from wirespeed.train.codecs.kernels_torch import TorchKernels
 
+    if choice == "torch" or (choice == "auto" and (device.type != "cpu" or not has_numba())):
         return TorchKernels()
     if device.type != "cpu":
         raise UsageError(f"got kernels 'numba' for device {device}", expected="kernels 'auto' or 'torch' off the CPU")
     if not has_numba():
         raise MissingCapability("numba is not installed", hint="pip install 'wirespeed[train]', or kernels='torch'")
-    from wirespeed.train.codecs.kernels_numba import NumbaKernels
-
+    try:
+        from wirespeed.train.codecs.kernels_numba import NumbaKernels
+    except ImportError as fault:  # such as numba refusing a numpy that is newer than itself
+        if choice == "numba":
+            raise MissingCapability(f"numba cannot be used: {fault}", hint="upgrade it, or kernels='torch'") from fault
+        warnings.warn(f"numba cannot be used, codecs run several times slower: {fault}", RuntimeWarning, stacklevel=2)
+        return TorchKernels()
     return NumbaKernels()
 
 

@@ -1,6 +1,6 @@
 """The same arithmetic in torch operations, for every device: the reference, and what runs without numba.
 
-Operation by operation it rounds as ``kernels_numba`` does, so products and sums are separate operations, rounding to
+Operation by operation it rounds as ``kernels_compiled`` does, so products and sums are separate operations, rounding to
 integers adds and takes away 1.5 * 2^23, and divisions have a tensor on both sides (CUDA turns a division by a number
 into a product). Nothing waits for the device. Shapes are static. Top-k allocates temporaries.
 """
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK
 from wirespeed.train.codecs.kernels import (
+    HALF_JUMP_EXPONENT,
     HALF_SCALE_EXPONENT_LIMIT,
     HALF_TARGET_EXPONENT,
+    HALF_TINY,
     INT8_TINY,
     TOPK_SCALE_EXPONENT,
     TOPK_SCALE_EXPONENT_MIN,
@@ -67,23 +69,24 @@ class TorchKernels:
         work: Tensor = buffers.work
         torch.mul(grad_n, buffers.state_2[0] * _share(buffers.num_ranks), out=work)
         work.clamp_(-buffers.limit, buffers.limit)
-        work.add_(grad_n * 0.0)
-        buffers.send_n.copy_(work)
+        work.add_(grad_n, alpha=0.0)  # inf was limited: 0 * inf makes it nan
+        sizes = work.abs().clamp_(min=HALF_TINY).masked_fill_(work == 0, 0.0)
+        buffers.send_n.copy_(sizes.copysign_(work))
 
     def half_decode(self, grad_n: Tensor, buffers: HalfBuffers) -> None:
         """See ``Kernels.half_decode``."""
-        state_2 = buffers.state_2
+        scale, is_adapted = buffers.state_2[0].clone(), buffers.state_2[1] > 0
         grad_n.copy_(buffers.send_n)
         largest = torch.linalg.vector_norm(grad_n, float("inf"))
-        scale = state_2[0].clone()
+        grad_n.masked_fill_(grad_n.abs() <= min(buffers.num_ranks, 1023) * HALF_TINY, 0.0)
         grad_n.mul_(1 / scale)
-        change = HALF_TARGET_EXPONENT - _exponent(largest)
-        aimed = torch.ldexp(scale, change)
-        aimed = torch.where(state_2[1] > 0, torch.minimum(aimed, scale * 2), aimed)
-        aimed = aimed.clamp(2.0**-HALF_SCALE_EXPONENT_LIMIT, 2.0**HALF_SCALE_EXPONENT_LIMIT)
+        aim = torch.ldexp(scale, HALF_TARGET_EXPONENT - _exponent(largest))
+        grown = torch.maximum(scale * 2, aim * 2.0**-HALF_JUMP_EXPONENT)
+        aim = torch.where(is_adapted, torch.minimum(aim, grown), aim)
+        aim = aim.clamp(2.0**-HALF_SCALE_EXPONENT_LIMIT, 2.0**HALF_SCALE_EXPONENT_LIMIT)
         is_usable = torch.isfinite(largest) & (largest > 0)
-        state_2[0] = torch.where(is_usable, aimed, scale)
-        state_2[1] = torch.where(is_usable, 1.0, state_2[1])
+        buffers.state_2[0] = torch.where(is_usable, aim, scale)
+        buffers.state_2[1] = torch.where(is_usable, 1.0, buffers.state_2[1])
 
     def int8_work(self, layout: Int8Layout, device: torch.device) -> _Int8Work:
         """Two fp32 buckets and a mask."""

@@ -1,0 +1,432 @@
+"""Compiled CPU loops: one pass over memory where it can be, one thread, GIL released.
+
+No fastmath anywhere: the handling of inf and nan, and equal bytes with the torch kernels, rest on IEEE arithmetic
+without contraction. Magnitudes are compared as integers (the bits of |x| order like |x|, with inf and nan above all),
+because LLVM vectorises an integer maximum and would have to give up nan for a float one. Kernels take flat arrays:
+with a stride that is not known to be 1, LLVM vectorises nothing.
+
+Top-k, per chunk: add the residual and keep the maximum of each of a few hundred groups (strided, so that this
+vectorises); the k-th largest of these maxima is passed by at least k entries, one of each of k groups, and typically by
+1.2 k; only those are collected and searched for the exact k-th largest. Both searches count, bit by bit.
+
+All compiled code stands in this file: numba's cache is keyed by the time and size of the file that holds a function,
+and would not see a change in another. Touch this file when a constant that it imports changes.
+"""
+# ruff: noqa: PLR0917 - numba compiles positional arguments; each kernel has one caller
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK
+from wirespeed.train.codecs.kernels import (
+    HALF_JUMP_EXPONENT,
+    HALF_SCALE_EXPONENT_LIMIT,
+    HALF_TARGET_EXPONENT,
+    HALF_TINY,
+    INT8_TINY,
+    TOPK_SCALE_EXPONENT,
+    TOPK_SCALE_EXPONENT_MIN,
+)
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    """Compile on first call; kept in numba's cache where a folder for it can be written."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # numba's "no locator available": install, home and cache folder are all read-only
+        return numba.njit(**options)(function)
+
+
+def _intrinsic(function: Callable[..., Any]) -> Any:
+    """A function that writes its own LLVM operations."""
+    return intrinsic(function)
+
+
+_SIGN = np.uint32(0x80000000)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INF = np.uint32(0x7F800000)
+_NAN = np.float32(np.nan)
+_ZERO = np.float32(0)
+_ROUND = np.float32(1.5 * 2**23)
+"""Added and taken away again, it rounds |x| < 2^22 to the nearest integer, half to even."""
+LANES = 64
+"""Entries compared at once where top-k collects candidates: one bit each of a 64-bit mask."""
+
+
+@_intrinsic
+def _bits(context: Any, value: Any) -> Any:
+    """The bits of an fp32."""
+
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), build
+
+
+@_intrinsic
+def _float(context: Any, bits: Any) -> Any:
+    """The fp32 of these bits."""
+
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), build
+
+
+@_intrinsic
+def _mask_at_least(context: Any, bits: Any, start: Any, threshold: Any) -> Any:
+    """Bit i says whether the magnitude in ``bits[start + i]`` is at least ``threshold``, for LANES entries.
+
+    Written as vector operations of LLVM's own, which every target lowers to what it has: its loop vectoriser does not
+    find this by itself.
+    """
+    if not isinstance(bits, types.Array) or bits.dtype != types.uint32:
+        return None
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        vector = ir.VectorType(ir.IntType(32), LANES)
+        pointer = builder.bitcast(builder.gep(array.data, [arguments[1]]), vector.as_pointer())
+        loaded = builder.load(pointer)
+        loaded.align = 4
+        single = builder.insert_element(ir.Constant(vector, ir.Undefined), arguments[2], ir.Constant(ir.IntType(32), 0))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        splat = builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), lanes)
+        size = builder.and_(loaded, ir.Constant(vector, [0x7FFFFFFF] * LANES))
+        return builder.bitcast(builder.icmp_unsigned(">=", size, splat), ir.IntType(LANES))
+
+    return types.uint64(bits, types.intp, types.uint32), build
+
+
+@_intrinsic
+def _lowest_bit(context: Any, mask: Any) -> Any:
+    """Index of the lowest bit set; undefined for 0."""
+
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.intp(types.uint64), build
+
+
+@_jit
+def _to_half(value: np.float32) -> np.uint16:
+    """fp16 bits of an fp32, nearest, half to even; too large becomes inf; a nan keeps its sign."""
+    bits = _bits(value)
+    sign = np.uint32((bits & _SIGN) >> np.uint32(16))
+    size = np.uint32(bits & _MAGNITUDE)
+    odd = np.uint32((size >> np.uint32(13)) & np.uint32(1))
+    normal = np.uint32(np.uint32(size + np.uint32(0xFFF) + odd - np.uint32(112 << 23)) >> np.uint32(13))
+    # Adding 0.5 aligns the value to the spacing of fp16's subnormals, 2^-24, and rounds as the hardware rounds.
+    small = np.uint32(_bits(np.float32(_float(size) + np.float32(0.5))) - np.uint32(0x3F000000))
+    half = small if size < np.uint32(113 << 23) else normal
+    half = np.uint32(0x7C00) if size >= np.uint32(0x477FF000) else half  # from 65520 on
+    half = np.uint32(0x7E00) if size > _INF else half
+    return np.uint16(sign | half)
+
+
+@_jit
+def _from_half(half: np.uint16) -> Any:
+    """The fp32 of fp16 bits: exact."""
+    sign = np.uint32(np.uint32(half & np.uint16(0x8000)) << np.uint32(16))
+    size = np.uint32(half & np.uint16(0x7FFF))
+    normal = np.uint32(np.uint32(size << np.uint32(13)) + np.uint32(112 << 23))
+    small = _bits(np.float32(np.float32(size) * np.float32(2.0**-24)))
+    bits = small if size < np.uint32(0x400) else normal
+    bits = np.uint32(np.uint32(size << np.uint32(13)) + np.uint32(224 << 23)) if size >= np.uint32(0x7C00) else bits
+    return _float(np.uint32(sign | bits))
+
+
+@_jit
+def half_encode(grad: Any, send: Any, factor: np.float32, limit: np.float32) -> None:
+    """``send`` (uint16) = fp16 bits of ``grad * factor``, within HALF_TINY and ``limit``; not finite becomes nan."""
+    tiny = _bits(np.float32(HALF_TINY))
+    for i in range(grad.size):
+        scaled = np.float32(grad[i] * factor)
+        scaled = limit if scaled > limit else scaled
+        scaled = -limit if scaled < -limit else scaled
+        bits = _bits(np.float32(scaled + np.float32(grad[i] * _ZERO)))
+        size = np.uint32(bits & _MAGNITUDE)
+        size = tiny if np.uint32(size - np.uint32(1)) < tiny else size  # 0 wraps round and stays 0
+        send[i] = _to_half(_float(np.uint32(np.uint32(bits & _SIGN) | size)))
+
+
+@_jit
+def half_decode(send: Any, grad: Any, state: Any, num_ranks: int) -> None:
+    """``grad = send / scale``; adapt ``state`` (scale, whether adapted before) to the largest magnitude."""
+    largest = np.uint16(0)
+    inverse = np.float32(np.float32(1) / state[0])
+    # The bits of an fp16 below 2^-14 count multiples of 2^-24.
+    noise = np.uint16(min(num_ranks, 1023))
+    for i in range(grad.size):
+        half = send[i]
+        size = np.uint16(half & np.uint16(0x7FFF))
+        largest = max(largest, size)
+        half = half if size > noise else np.uint16(0)
+        grad[i] = np.float32(_from_half(half) * inverse)
+    if largest == 0 or largest >= np.uint16(0x7C00):
+        return
+    exponent = np.int64(_bits(_from_half(largest)) >> np.uint32(23)) - 127
+    scale = np.float32(state[0] * np.float32(2.0 ** (HALF_TARGET_EXPONENT - exponent)))
+    if state[1] > 0:
+        jump = np.float32(scale * np.float32(2.0**-HALF_JUMP_EXPONENT))
+        scale = min(scale, max(np.float32(state[0] * np.float32(2)), jump))
+    scale = min(scale, np.float32(2.0**HALF_SCALE_EXPONENT_LIMIT))
+    state[0] = max(scale, np.float32(2.0**-HALF_SCALE_EXPONENT_LIMIT))
+    state[1] = np.float32(1)
+
+
+@_jit
+def _int8_scales(largest: np.uint32) -> tuple[np.float32, np.float32]:
+    """``(scale, 1 / scale)`` for the bits of a block's largest magnitude, which is finite."""
+    size = _float(largest)
+    if size < np.float32(INT8_TINY):
+        return _ZERO, _ZERO
+    return np.float32(size * np.float32(1 / 127)), np.float32(np.float32(127) / size)
+
+
+@_jit
+def int8_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, shard_bytes: int) -> None:
+    """``values`` (int8) and ``scales`` (fp32) view the same N records; sizes and offsets are in bytes."""
+    for first in range(0, grad.size, INT8_BLOCK):
+        last = min(first + INT8_BLOCK, grad.size)
+        rank = first // shard
+        at = rank * shard_bytes + first - rank * shard
+        scale_at = (rank * shard_bytes + shard) // 4 + (first - rank * shard) // INT8_BLOCK
+        g = grad[first:last]
+        r = residual[first:last]
+        q = values[at : at + last - first]
+        largest = np.uint32(0)
+        for i in range(g.size):
+            largest = max(largest, np.uint32(_bits(np.float32(g[i] + r[i])) & _MAGNITUDE))
+        if largest >= _INF:
+            scales[scale_at] = _NAN
+            q[:] = np.int8(0)
+            continue
+        scale, inverse = _int8_scales(largest)
+        scales[scale_at] = scale
+        for i in range(g.size):
+            value = np.float32(g[i] + r[i])
+            rounded = np.float32(np.float32(np.float32(value * inverse) + _ROUND) - _ROUND)
+            q[i] = np.int8(rounded)
+            r[i] = np.float32(value - np.float32(rounded * scale))
+
+
+@_jit
+def int8_reduce(
+    values: Any, scales: Any, own_values: Any, own_scales: Any, residual: Any, total: Any, num_ranks: int, shard: int
+) -> None:
+    """Add N received records, quantize the sum into the own record; ``residual`` is that of the own shard."""
+    shard_bytes = shard + shard // INT8_BLOCK * 4
+    for first in range(0, residual.size, INT8_BLOCK):
+        block = first // INT8_BLOCK
+        last = min(first + INT8_BLOCK, residual.size)
+        total[:] = _ZERO
+        for rank in range(num_ranks):
+            q = values[rank * shard_bytes + first : rank * shard_bytes + first + INT8_BLOCK]
+            scale = scales[(rank * shard_bytes + shard) // 4 + block]
+            for i in range(INT8_BLOCK):
+                total[i] += np.float32(np.float32(q[i]) * scale)
+        largest = np.uint32(0)
+        for i in range(INT8_BLOCK):
+            largest = max(largest, np.uint32(_bits(total[i]) & _MAGNITUDE))
+        own = own_values[first : first + INT8_BLOCK]
+        if largest >= _INF:
+            own_scales[block] = _NAN
+            own[:] = np.int8(0)
+            continue
+        scale, inverse = _int8_scales(largest)
+        own_scales[block] = scale
+        r = residual[first:last]
+        for i in range(INT8_BLOCK):
+            rounded = np.float32(np.float32(np.float32(total[i] * inverse) + _ROUND) - _ROUND)
+            own[i] = np.int8(rounded)
+            total[i] = np.float32(total[i] - np.float32(rounded * scale))
+        for i in range(r.size):
+            r[i] += total[i]
+
+
+@_jit
+def int8_decode(values: Any, scales: Any, grad: Any, shard: int, shard_bytes: int, share: np.float32) -> None:
+    """``grad = value * (scale * share)`` from N records."""
+    for first in range(0, grad.size, INT8_BLOCK):
+        last = min(first + INT8_BLOCK, grad.size)
+        rank = first // shard
+        at = rank * shard_bytes + first - rank * shard
+        g = grad[first:last]
+        q = values[at : at + last - first]
+        scale = scales[(rank * shard_bytes + shard) // 4 + (first - rank * shard) // INT8_BLOCK]
+        factor = np.float32(scale * share)
+        for i in range(g.size):
+            g[i] = np.float32(np.float32(q[i]) * factor)
+
+
+@_jit
+def _count_at_least(keys: Any, size: int, threshold: np.uint32) -> Any:
+    count = np.int32(0)
+    for i in range(size):
+        count += np.int32(keys[i] >= threshold)
+    return np.int64(count)
+
+
+@_jit
+def _kth_largest(keys: Any, size: int, k: int, low_bit: int) -> np.uint32:
+    """The k-th largest of the first ``size`` keys (31 bits), rounded down to a multiple of 2^low_bit."""
+    found = np.uint32(0)
+    for bit in range(30, low_bit - 1, -1):
+        trial = np.uint32(found | np.uint32(np.uint32(1) << np.uint32(bit)))
+        if _count_at_least(keys, size, trial) >= k:
+            found = trial
+    return found
+
+
+@_jit
+def _add_and_group(g: Any, r: Any, total: Any, groups: Any, num_groups: int) -> None:
+    """``total = g + r``; ``groups``: bits of the largest magnitude among entries of equal index modulo num_groups.
+
+    Four arrays, not more: with five, LLVM gives up on proving them apart and vectorises nothing (3x slower).
+    """
+    groups[:num_groups] = np.uint32(0)
+    for first in range(0, g.size, num_groups):
+        last = min(first + num_groups, g.size)
+        g_row, r_row, total_row = g[first:last], r[first:last], total[first:last]
+        for i in range(g_row.size):
+            value = np.float32(g_row[i] + r_row[i])
+            total_row[i] = value
+            groups[i] = max(groups[i], np.uint32(_bits(value) & _MAGNITUDE))
+
+
+@_jit
+def _collect(bits: Any, size: int, threshold: np.uint32, found: Any, found_keys: Any) -> int:
+    """Indices of magnitudes at or above the threshold among the first ``size``, ascending, and these magnitudes' bits.
+
+    ``bits`` is 0 from there up to whole LANES.
+    """
+    count = 0
+    for first in range(0, size, LANES):
+        mask = _mask_at_least(bits, first, threshold)
+        while mask != np.uint64(0):
+            index = first + _lowest_bit(mask)
+            found[count] = index
+            found_keys[count] = np.uint32(bits[index] & _MAGNITUDE)
+            count += 1
+            mask = np.uint64(mask & np.uint64(mask - np.uint64(1)))
+    while count > 0 and found[count - 1] >= size:  # the zeros behind the end pass a threshold of 0
+        count -= 1
+    return count
+
+
+@_jit
+def _keep_largest(found: Any, found_keys: Any, count: int, k: int) -> None:
+    """Move the k largest of ``count`` candidates to the front, in order; of equal ones the first stay."""
+    limit = _kth_largest(found_keys, count, k, 0)
+    equal_left: Any = k - _count_at_least(found_keys, count, np.uint32(limit + np.uint32(1)))
+    kept: Any = 0
+    for i in range(count):
+        key = found_keys[i]
+        is_equal = np.int64(key == limit)
+        taken = np.int64(key > limit) | (is_equal & np.int64(equal_left > 0))
+        found[kept] = found[i]
+        kept += taken
+        equal_left -= taken & is_equal
+
+
+@_jit
+def _topk_chunk(
+    g: Any, r: Any, k: int, values: Any, indices: Any,
+    total: Any, total_bits: Any, groups: Any, found: Any, found_keys: Any,
+) -> Any:  # fmt: skip
+    """Encode one chunk and give its scale (nan: it holds inf or nan; its residual is left alone)."""
+    size = g.size
+    num_groups = 512
+    while num_groups < 3 * k:
+        num_groups *= 2
+    num_groups = min(num_groups, size)
+    _add_and_group(g, r, total, groups, num_groups)
+    largest = np.uint32(0)
+    for i in range(num_groups):
+        largest = max(largest, groups[i])
+    if largest >= _INF:
+        for i in range(k):
+            values[i] = np.uint16(0)
+            indices[i] = np.uint16(i)
+        return _NAN
+    for i in range(size, (size + LANES - 1) // LANES * LANES):
+        total[i] = _ZERO
+    threshold = _kth_largest(groups, num_groups, k, 12)
+    count = _collect(total_bits, size, threshold, found, found_keys)
+    if count > k:
+        _keep_largest(found, found_keys, count, k)
+    exponent: Any = max(np.int64(largest >> np.uint32(23)) - 127 - TOPK_SCALE_EXPONENT, TOPK_SCALE_EXPONENT_MIN)
+    scale = _float(np.uint32(np.uint32(127 + exponent) << np.uint32(23)))
+    inverse = _float(np.uint32(np.uint32(127 - exponent) << np.uint32(23)))
+    for i in range(size):
+        r[i] = total[i]
+    picked = found_keys  # free again; three loops, because the middle one vectorises
+    for i in range(k):
+        picked[i] = total_bits[found[i]]
+        indices[i] = np.uint16(found[i])
+    for i in range(k):
+        value = _float(picked[i])
+        half = _to_half(np.float32(value * inverse))
+        values[i] = half
+        picked[i] = _bits(np.float32(value - np.float32(_from_half(half) * scale)))
+    for i in range(k):
+        r[found[i]] = _float(picked[i])
+    return scale
+
+
+@_jit
+def topk_encode(
+    grad: Any, residual: Any, scales: Any, values: Any, indices: Any, per_chunk: int, per_rest: int,
+    total: Any, total_bits: Any, groups: Any, found: Any, found_keys: Any,
+) -> None:  # fmt: skip
+    """Encode every chunk; ``values`` and ``indices`` are uint16."""
+    entry = 0
+    for chunk in range(scales.size):
+        first = chunk * TOPK_CHUNK
+        last = min(first + TOPK_CHUNK, grad.size)
+        k = per_chunk if last - first == TOPK_CHUNK else per_rest
+        scales[chunk] = _topk_chunk(
+            grad[first:last], residual[first:last], k, values[entry : entry + k], indices[entry : entry + k],
+            total, total_bits, groups, found, found_keys,
+        )  # fmt: skip
+        entry += k
+
+
+@_jit
+def topk_decode(
+    scales: Any, halves: Any, grad: Any, per_chunk: int, per_rest: int, num_ranks: int, values_at: int, indices_at: int,
+    share: np.float32,
+) -> None:  # fmt: skip
+    """``scales`` and ``halves`` view all N records, as fp32 and as uint16; the offsets are in uint16."""
+    record = halves.size // num_ranks
+    entry = 0
+    for first in range(0, grad.size, TOPK_CHUNK):
+        last = min(first + TOPK_CHUNK, grad.size)
+        k = per_chunk if last - first == TOPK_CHUNK else per_rest
+        g = grad[first:last]
+        g[:] = _ZERO
+        is_finite = True
+        for rank in range(num_ranks):
+            factor = np.float32(scales[rank * record // 2 + first // TOPK_CHUNK] * share)
+            is_finite = is_finite and factor == factor  # noqa: PLR0124 - nan
+            values = halves[rank * record + values_at + entry : rank * record + values_at + entry + k]
+            indices = halves[rank * record + indices_at + entry : rank * record + indices_at + entry + k]
+            for i in range(k):
+                index = np.int64(indices[i])
+                if index < g.size:
+                    g[index] += np.float32(_from_half(values[i]) * factor)
+                else:  # a damaged message must not write elsewhere, nor pass unseen
+                    is_finite = False
+        if not is_finite:
+            g[:] = _NAN
+        entry += k
