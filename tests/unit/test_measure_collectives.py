@@ -4,8 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -15,7 +14,8 @@ import torch
 from spmd import run_ranks
 
 from wirespeed.errors import PeerFailure, UsageError
-from wirespeed.measure.collectives import COLLECTIVES, _Case, _projected_s, measure_collectives
+from wirespeed.measure.checked import CheckedCollective
+from wirespeed.measure.collectives import COLLECTIVES, _projected_s, measure_collectives
 from wirespeed.records import Collective, CollectivesRecord, from_json
 
 pytestmark = pytest.mark.torch
@@ -86,13 +86,15 @@ def test_the_tables_verdict_and_wire_rate_are_for_people() -> None:
         json.loads(out)
 
 
-def case(collective: Collective, rank: int, num_ranks: int, dtype: str | None = None, size_bytes: int = 4096) -> _Case:
+def case(
+    collective: Collective, rank: int, num_ranks: int, dtype: str | None = None, size_bytes: int = 4096
+) -> CheckedCollective:
     held = dtype if dtype is not None else "float32" if collective in ("all_reduce", "reduce_scatter") else "uint8"
-    group = SimpleNamespace(rank=rank, num_ranks=num_ranks, backend="gloo", device=torch.device("cpu"))
-    return _Case(collective, held, size_bytes, cast(Any, group))
+    cpu = torch.device("cpu")
+    return CheckedCollective(collective, held, size_bytes, rank=rank, num_ranks=num_ranks, device=cpu)
 
 
-def perform(cases: list[_Case], run: int) -> None:
+def perform(cases: list[CheckedCollective], run: int) -> None:
     """What the collective has to do, over all ranks in one process."""
     name, num_ranks = cases[0].collective, len(cases)
     for one in cases:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wirespeed import units
+from wirespeed.cli.bench_codecs import bench_codecs
 from wirespeed.cli.render import make_table, print_json, say, show
 from wirespeed.errors import UsageError, WirespeedError
 from wirespeed.measure.stats import STABLE_SPREAD, is_stable, median, spread
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from wirespeed.launch import Ranks
 
 app = typer.Typer(
-    help="Measure links and collectives. Every rank runs the same command; rank 0 prints and writes.",
+    help="Measure links and collectives, on every rank with rank 0 printing and writing; and codecs, on one machine.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
+
+app.command("codecs")(bench_codecs)
 
 MAX_ROWS = 60
 _OUT = typer.Option("--out", "-o", help="Write the record here, for `wirespeed fabric calibrate`.", metavar="FILE")
@@ -57,7 +60,7 @@ def links(
 
     Examples:
 
-      wirespeed lab run 4x1gbit -- wirespeed bench links
+      wirespeed lab run --spec 4x1gbit -- wirespeed bench links
 
       srun --ntasks-per-node=1 wirespeed bench links --streams 1,8 --out links.json
 
@@ -133,7 +136,7 @@ def collectives(
 
     Examples:
 
-      wirespeed lab run 4x1gbit -- wirespeed bench collectives --sizes 1KiB..16MiB
+      wirespeed lab run --spec 4x1gbit -- wirespeed bench collectives --sizes 1KiB..16MiB
 
       srun wirespeed bench collectives --only all_reduce --links links.json --out collectives.json
 

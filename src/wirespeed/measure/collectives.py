@@ -22,9 +22,9 @@ from typing import get_args
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from wirespeed.errors import MissingCapability, PeerFailure, UsageError
+from wirespeed.measure.checked import EXACT_FP16, CheckedCollective, all_gather_single
 from wirespeed.measure.environment import capture, host_name
 from wirespeed.measure.stats import median
 from wirespeed.records import Collective, CollectiveSample, CollectivesRecord
@@ -38,14 +38,9 @@ DTYPES = ("float32", "float16")
 MIN_RUNS = 3
 CASE_BUDGET_S = 2.0
 """Timed seconds per collective and size: large sizes get fewer runs, never under three."""
-_TILE = 2**20
-"""Elements of the test pattern; it is repeated, so that checking 256 MiB needs no second buffer of that size."""
+SETTLING_MEETINGS = 30
+"""Before the first case: what runs first on new connections and threads read up to ten times too slow."""
 _IDENTITY_BYTES = 1024
-_EXACT_FP16 = 2048
-"""fp16 holds every whole number up to here."""
-# torch 2.13 renamed these two and warns about the old names.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _NETWORK_FAULT = re.compile(r"(?i)connect|peer|timed? ?out|socket|broken pipe|network|store|unreachable|nccl")
 
 
@@ -154,7 +149,7 @@ def _process_group(backend: str | None, timeout_s: float) -> Iterator[list[str]]
 def _batch_scheduling(*, wanted: bool) -> Iterator[list[str]]:
     """SCHED_BATCH: gloo's threads then preempt each other less (4 ranks on 2 cores: 1 KiB in 1.3 ms instead of 4.4).
 
-    Threads started within inherit it, so it is set before the process group is made. Yields notes.
+    Threads started within inherit it, so it is set before the process group is made. Yields a note if it is refused.
     """
     before = os.sched_getscheduler(0)
     if not wanted or before != os.SCHED_OTHER:
@@ -166,7 +161,7 @@ def _batch_scheduling(*, wanted: bool) -> Iterator[list[str]]:
         yield [f"scheduling policy SCHED_BATCH was refused: {fault.strerror}"]
         return
     try:
-        yield ["scheduling policy SCHED_BATCH"]
+        yield []
     finally:
         os.sched_setscheduler(0, before, os.sched_param(0))
 
@@ -193,6 +188,8 @@ class _Group:
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         self._meeting = torch.zeros(1, device=self.device)
         self.notes: list[str] = []
+        if os.sched_getscheduler(0) == os.SCHED_BATCH:
+            self.notes.append("scheduling policy SCHED_BATCH")
         identities = self._gather_identities()
         per_host = Counter(host for host, _, _ in identities)
         self.ranks_per_host = max(per_host.values())
@@ -213,7 +210,7 @@ class _Group:
         own = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
         own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         every = torch.zeros(self.num_ranks * _IDENTITY_BYTES, dtype=torch.uint8, device=self.device)
-        _all_gather_single(every, own.to(self.device))
+        all_gather_single(every, own.to(self.device))
         rows = every.cpu().view(self.num_ranks, _IDENTITY_BYTES)
         return [tuple(json.loads(bytes(row.tolist()).rstrip(b"\0"))) for row in rows]
 
@@ -248,6 +245,8 @@ def _sweep(  # noqa: PLR0917
     start_s = time.monotonic()
     share = psutil.virtual_memory().available / (4 * group.ranks_per_machine)  # send and receive, and room for others
     (memory_bytes,) = group.agree([share], dist.ReduceOp.MIN)
+    for _ in range(SETTLING_MEETINGS):
+        group.meet()
     past: dict[tuple[Collective, str], list[tuple[int, float]]] = defaultdict(list)
     samples = []
     for size_bytes in sorted(set(sizes_bytes)):
@@ -255,7 +254,7 @@ def _sweep(  # noqa: PLR0917
             label = f"{collective} {dtype} {format_size(size_bytes)}"
             (elapsed_s,) = group.agree([time.monotonic() - start_s], dist.ReduceOp.MAX)
             projected_s = _projected_s(past[collective, dtype], size_bytes) * (warmup + MIN_RUNS)
-            if dtype == "float16" and group.num_ranks * 3 > _EXACT_FP16:
+            if dtype == "float16" and group.num_ranks * 3 > EXACT_FP16:
                 notes.append(f"{label} skipped: fp16 sums over {group.num_ranks} ranks are not exact")
                 continue
             if size_bytes > memory_bytes:
@@ -268,7 +267,9 @@ def _sweep(  # noqa: PLR0917
                 continue
             if progress is not None:
                 progress(label)
-            case = _Case(collective, dtype, size_bytes, group)
+            case = CheckedCollective(
+                collective, dtype, size_bytes, rank=group.rank, num_ranks=group.num_ranks, device=group.device
+            )
             case_start_s = time.monotonic()
             sample, num_runs = _time_case(case, group, repeats, warmup)
             (wall_s,) = group.agree([time.monotonic() - case_start_s], dist.ReduceOp.MAX)
@@ -285,7 +286,7 @@ def _projected_s(past: Sequence[tuple[int, float]], size_bytes: int) -> float:
     return high_s + max(0.0, high_s - low_s) / (high - low) * (size_bytes - high)
 
 
-def _time_case(case: _Case, group: _Group, repeats: int, warmup: int) -> tuple[CollectiveSample, int]:
+def _time_case(case: CheckedCollective, group: _Group, repeats: int, warmup: int) -> tuple[CollectiveSample, int]:
     first_s = [_run(case, group, run)[0] for run in range(warmup)]
     (estimate_s,) = group.agree([first_s[-1]], dist.ReduceOp.MAX)
     count = max(MIN_RUNS, min(repeats, math.floor(CASE_BUDGET_S / max(estimate_s, 1e-9))))
@@ -304,7 +305,7 @@ def _time_case(case: _Case, group: _Group, repeats: int, warmup: int) -> tuple[C
     return sample, warmup + count
 
 
-def _run(case: _Case, group: _Group, run: int) -> tuple[float, float, bool]:
+def _run(case: CheckedCollective, group: _Group, run: int) -> tuple[float, float, bool]:
     """One run: seconds, CPU seconds of this process, and whether the result was right."""
     case.fill(run)
     group.meet()
@@ -315,86 +316,3 @@ def _run(case: _Case, group: _Group, run: int) -> tuple[float, float, bool]:
     end_ns = time.monotonic_ns()
     cpu_s = time.process_time() - cpu_start_s
     return (end_ns - start_ns) / 1e9, cpu_s, case.is_right(run)
-
-
-class _Case:
-    """Buffers of one collective at one size; rounds the size down to whole elements per rank (at least one)."""
-
-    def __init__(self, collective: Collective, dtype: str, size_bytes: int, group: _Group) -> None:
-        self.collective, self.dtype = collective, dtype
-        self._rank, self._num_ranks, self._backend = group.rank, group.num_ranks, group.backend
-        held: torch.dtype = getattr(torch, dtype)
-        parts = self._num_ranks if collective in ("all_gather", "reduce_scatter", "all_to_all") else 1
-        self._part = max(1, size_bytes // (parts * held.itemsize))
-        self.size_bytes = parts * self._part * held.itemsize
-        # 251 and 17 are prime: a part that lands in another part's place does not fit. Sums are exact whatever the
-        # order: fp32 up to 700,000 ranks, fp16 up to 682 with the smaller numbers.
-        period, self._steps = (251, 8) if dtype == "uint8" else (17, 8)
-        if dtype == "float16" and self._num_ranks * 23 > _EXACT_FP16:
-            period, self._steps = 3, 2
-        length = min(_TILE, self._part)
-        self._tile = (torch.arange(length, device=group.device) % period).to(held)
-        whole, part = (torch.zeros(n, dtype=held, device=group.device) for n in (parts * self._part, self._part))
-        self._send, self._receive = {
-            "all_reduce": (whole, whole),
-            "broadcast": (whole, whole),
-            "all_gather": (part, whole),
-            "reduce_scatter": (whole, part),
-            "all_to_all": (whole, torch.zeros_like(whole)),
-        }[collective]
-
-    def fill(self, run: int) -> None:
-        """Put this rank's numbers of this run into the send buffer, and spoil the receive buffer."""
-        if self._receive is not self._send:
-            self._receive.fill_(255)
-        for part in range(self._send.numel() // self._part):
-            self._write(self._send[part * self._part : (part + 1) * self._part], self._value(self._rank, part, run))
-
-    def issue(self) -> None:
-        """Run the collective to its end on the host's side."""
-        match self.collective:
-            case "all_reduce":
-                dist.all_reduce(self._send)
-            case "broadcast":
-                dist.broadcast(self._send, src=0)
-            case "all_gather":
-                _all_gather_single(self._receive, self._send)
-            case "reduce_scatter":
-                _reduce_scatter_single(self._receive, self._send)
-            case "all_to_all":
-                dist.all_to_all_single(self._receive, self._send)
-
-    def is_right(self, run: int) -> bool:
-        """Whether every element of the result is what it has to be."""
-        for part in range(self._receive.numel() // self._part):
-            held = self._receive[part * self._part : (part + 1) * self._part]
-            match self.collective:
-                case "all_reduce" | "reduce_scatter":
-                    mine = self._rank if self.collective == "reduce_scatter" else part
-                    total = sum(self._value(rank, mine, run) for rank in range(self._num_ranks))
-                    is_same = self._matches(held, total, self._num_ranks)
-                case "broadcast":
-                    is_same = self._matches(held, self._value(0, part, run), 1)
-                case "all_gather":
-                    is_same = self._matches(held, self._value(part, 0, run), 1)
-                case "all_to_all":
-                    is_same = self._matches(held, self._value(part, self._rank, run), 1)
-            if not is_same:
-                return False
-        return True
-
-    def _value(self, rank: int, part: int, run: int) -> int:
-        """What is added to the pattern."""
-        return (3 * rank + 5 * part + run) % self._steps
-
-    def _write(self, target: Tensor, value: int) -> None:
-        for start in range(0, target.numel(), _TILE):
-            piece = target[start : start + _TILE]
-            torch.add(self._tile[: piece.numel()], value, out=piece)
-
-    def _matches(self, held: Tensor, value: int, factor: int) -> bool:
-        wanted = self._tile * factor + value
-        return all(
-            torch.equal(piece := held[start : start + _TILE], wanted[: piece.numel()])
-            for start in range(0, held.numel(), _TILE)
-        )
