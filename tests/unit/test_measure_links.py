@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -65,6 +68,29 @@ def test_options_of_rank_0_count_for_all_and_are_read_back() -> None:
     assert [(s.source, s.streams) for s in record.samples] == [("h0", 1), ("h0", 2), ("h1", 1), ("h1", 2)]
     assert record.socket_options["SO_SNDBUF"] == "128 KiB (asked for 64 KiB)"
     assert record.socket_options["TCP_NODELAY"] == "off"
+
+
+def test_ctrl_c_on_rank_0_ends_every_rank_at_once() -> None:
+    port = free_port()
+    processes = []
+    for rank in range(2):
+        env = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "WIRESPEED_HOST": f"h{rank}",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "wirespeed", "bench", "links", "--duration", "30s"]
+        processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        assert processes[0].stderr is not None
+        assert "round 1 of 1" in processes[0].stderr.readline()
+        processes[0].send_signal(signal.SIGINT)
+        errors = [process.communicate(timeout=20)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [130, 4]
+    assert "rank 0 ended the measurement" in errors[1]
 
 
 def test_two_ranks_of_one_name_are_told_apart_or_refused() -> None:
