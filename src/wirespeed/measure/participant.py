@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from typing import NoReturn
 
 import psutil
 
@@ -23,6 +24,10 @@ from wirespeed.measure.transfers import (
     open_streams,
     perform,
 )
+
+_ENDED = "rank 0 ended the measurement"
+_VERDICT_S = 3.0
+"""Rank 0 hears of a fault at once; if it does not answer within this, it is the one that failed."""
 
 
 def take_part(ranks: Ranks, port: int, join_timeout_s: float, patience_s: float) -> None:
@@ -58,17 +63,29 @@ def take_part(ranks: Ranks, port: int, join_timeout_s: float, patience_s: float)
                 )
                 _serve(channel, listener, options, patience_s)
         except WirespeedError as fault:
-            with contextlib.suppress(PeerFailure):
-                channel.send(Fault(text=str(fault)))
-            raise
+            _give_up(channel, fault)
     finally:
         channel.close()
+
+
+def _give_up(channel: Channel, fault: WirespeedError) -> NoReturn:
+    """Tell rank 0, and raise what it makes of it: only rank 0 knows which host failed first."""
+    with contextlib.suppress(PeerFailure):
+        channel.send(Fault(text=str(fault)))
+    deadline = Deadline(_VERDICT_S, "waiting for rank 0")
+    try:
+        while True:
+            _next(channel, deadline.check())
+    except WirespeedError as verdict:
+        if verdict.problem.startswith(_ENDED):
+            raise verdict from fault
+    raise fault
 
 
 def _next(channel: Channel, patience_s: float) -> Message:
     message = channel.receive(Deadline(patience_s, "waiting for rank 0"))
     if isinstance(message, Fault):
-        raise PeerFailure(f"rank 0 ended the measurement: {message.text}")
+        raise PeerFailure(f"{_ENDED}: {message.text}")
     return message
 
 
