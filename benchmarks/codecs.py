@@ -125,7 +125,7 @@ def captured_energy(grad: Tensor) -> dict[str, float]:
     held = torch.zeros_like(grad)
     next(iter(codec.exchange(grad.clone(), held, buffers, rank=0, num_ranks=2)))
     layout = buffers.layout
-    sent = float((grad - held).double().square().sum())
+    sent = float(grad.double().square().sum() - held.double().square().sum())
     split = layout.whole * TOPK_CHUNK
     best = grad[:split].view(-1, TOPK_CHUNK).abs().topk(layout.per_chunk, 1).values.double().square().sum()
     if layout.rest > 0:
