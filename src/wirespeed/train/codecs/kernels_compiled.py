@@ -7,7 +7,7 @@ with a stride that is not known to be 1, LLVM vectorises nothing.
 
 Top-k, per chunk: add the residual and keep the maximum of each of a few hundred groups (strided, so that this
 vectorises); the k-th largest of these maxima is passed by at least k entries, one of each of k groups, and typically by
-1.2 k; only those are collected and searched for the exact k-th largest. Both searches count, bit by bit.
+1.2 k; only those are collected and searched for the exact k-th largest. Both searches bisect and count.
 
 All compiled code stands in this file: numba's cache is keyed by the time and size of the file that holds a function,
 and would not see a change in another. Touch this file when a constant that it imports changes.
@@ -83,13 +83,13 @@ def _float(context: Any, bits: Any) -> Any:
 
 
 @_intrinsic
-def _mask_at_least(context: Any, bits: Any, start: Any, threshold: Any) -> Any:
-    """Bit i says whether the magnitude in ``bits[start + i]`` is at least ``threshold``, for LANES entries.
+def _copy_and_mask(context: Any, bits: Any, start: Any, threshold: Any, target: Any) -> Any:
+    """Copy LANES entries to ``target``; bit i says whether the magnitude in ``bits[start + i]`` reaches ``threshold``.
 
     Written as vector operations of LLVM's own, which every target lowers to what it has: its loop vectoriser does not
     find this by itself.
     """
-    if not isinstance(bits, types.Array) or bits.dtype != types.uint32:
+    if not isinstance(bits, types.Array) or bits.dtype != types.uint32 or target.dtype != types.uint32:
         return None
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -98,13 +98,16 @@ def _mask_at_least(context: Any, bits: Any, start: Any, threshold: Any) -> Any:
         pointer = builder.bitcast(builder.gep(array.data, [arguments[1]]), vector.as_pointer())
         loaded = builder.load(pointer)
         loaded.align = 4
+        out = context.make_array(signature.args[3])(context, builder, arguments[3])
+        stored = builder.store(loaded, builder.bitcast(builder.gep(out.data, [arguments[1]]), vector.as_pointer()))
+        stored.align = 4
         single = builder.insert_element(ir.Constant(vector, ir.Undefined), arguments[2], ir.Constant(ir.IntType(32), 0))
         lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
         splat = builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), lanes)
         size = builder.and_(loaded, ir.Constant(vector, [0x7FFFFFFF] * LANES))
         return builder.bitcast(builder.icmp_unsigned(">=", size, splat), ir.IntType(LANES))
 
-    return types.uint64(bits, types.intp, types.uint32), build
+    return types.uint64(bits, types.intp, types.uint32, target), build
 
 
 @_intrinsic
@@ -278,14 +281,34 @@ def _count_at_least(keys: Any, size: int, threshold: np.uint32) -> Any:
 
 
 @_jit
-def _kth_largest(keys: Any, size: int, k: int, low_bit: int) -> np.uint32:
-    """The k-th largest of the first ``size`` keys (31 bits), rounded down to a multiple of 2^low_bit."""
-    found = np.uint32(0)
-    for bit in range(30, low_bit - 1, -1):
-        trial = np.uint32(found | np.uint32(np.uint32(1) << np.uint32(bit)))
-        if _count_at_least(keys, size, trial) >= k:
-            found = trial
-    return found
+def _threshold(keys: Any, size: int, k: int, enough: int, low: int, high: int) -> Any:
+    """A key that at least k and at most ``enough`` of the first ``size`` keys reach; with ties, the k-th largest.
+
+    At least k reach ``low``, none exceeds ``high``. Halves the interval of keys, so magnitudes by their logarithm.
+    """
+    while low < high:
+        trial = low + (high - low + 1) // 2
+        count = _count_at_least(keys, size, np.uint32(trial))
+        if count < k:
+            high = trial - 1
+        else:
+            low = trial
+            if count <= enough:
+                break
+    return low
+
+
+@_jit
+def _group_threshold(groups: Any, num_groups: int, k: int, largest: np.uint32) -> Any:
+    """A key that at least k of the group maxima reach, and few more."""
+    low, high, width = np.int64(0), np.int64(largest), np.int64(4 << 23)
+    while high - width > 0:  # look below the largest first by a factor 2^4, then 2^8 ...
+        if _count_at_least(groups, num_groups, np.uint32(high - width)) >= k:
+            low = high - width
+            break
+        high -= width
+        width *= 2
+    return _threshold(groups, num_groups, k, k + k // 16, low, high)
 
 
 @_jit
@@ -305,29 +328,31 @@ def _add_and_group(g: Any, r: Any, total: Any, groups: Any, num_groups: int) -> 
 
 
 @_jit
-def _collect(bits: Any, size: int, threshold: np.uint32, found: Any, found_keys: Any) -> int:
-    """Indices of magnitudes at or above the threshold among the first ``size``, ascending, and these magnitudes' bits.
-
-    ``bits`` is 0 from there up to whole LANES.
-    """
-    count = 0
-    for first in range(0, size, LANES):
-        mask = _mask_at_least(bits, first, threshold)
+def _collect(bits: Any, size: int, threshold: np.uint32, target: Any, found: Any, found_keys: Any) -> Any:
+    """Copy ``bits`` to ``target``; list the magnitudes that reach the threshold, by index ascending, and how many."""
+    count: Any = 0
+    whole = size // LANES * LANES
+    for first in range(0, whole, LANES):
+        mask = _copy_and_mask(bits, first, threshold, target)
         while mask != np.uint64(0):
             index = first + _lowest_bit(mask)
             found[count] = index
             found_keys[count] = np.uint32(bits[index] & _MAGNITUDE)
             count += 1
             mask = np.uint64(mask & np.uint64(mask - np.uint64(1)))
-    while count > 0 and found[count - 1] >= size:  # the zeros behind the end pass a threshold of 0
-        count -= 1
+    for index in range(whole, size):
+        target[index] = bits[index]
+        key = np.uint32(bits[index] & _MAGNITUDE)
+        found[count] = index
+        found_keys[count] = key
+        count += np.int64(key >= threshold)
     return count
 
 
 @_jit
-def _keep_largest(found: Any, found_keys: Any, count: int, k: int) -> None:
+def _keep_largest(found: Any, found_keys: Any, count: int, k: int, low: int, high: int) -> None:
     """Move the k largest of ``count`` candidates to the front, in order; of equal ones the first stay."""
-    limit = _kth_largest(found_keys, count, k, 0)
+    limit = np.uint32(_threshold(found_keys, count, k, k, low, high))
     equal_left: Any = k - _count_at_least(found_keys, count, np.uint32(limit + np.uint32(1)))
     kept: Any = 0
     for i in range(count):
@@ -341,7 +366,7 @@ def _keep_largest(found: Any, found_keys: Any, count: int, k: int) -> None:
 
 @_jit
 def _topk_chunk(
-    g: Any, r: Any, k: int, values: Any, indices: Any,
+    g: Any, r: Any, r_bits: Any, k: int, values: Any, indices: Any,
     total: Any, total_bits: Any, groups: Any, found: Any, found_keys: Any,
 ) -> Any:  # fmt: skip
     """Encode one chunk and give its scale (nan: it holds inf or nan; its residual is left alone)."""
@@ -359,17 +384,13 @@ def _topk_chunk(
             values[i] = np.uint16(0)
             indices[i] = np.uint16(i)
         return _NAN
-    for i in range(size, (size + LANES - 1) // LANES * LANES):
-        total[i] = _ZERO
-    threshold = _kth_largest(groups, num_groups, k, 12)
-    count = _collect(total_bits, size, threshold, found, found_keys)
+    threshold = _group_threshold(groups, num_groups, k, largest)
+    count = _collect(total_bits, size, np.uint32(threshold), r_bits, found, found_keys)
     if count > k:
-        _keep_largest(found, found_keys, count, k)
+        _keep_largest(found, found_keys, count, k, threshold, np.int64(largest))
     exponent: Any = max(np.int64(largest >> np.uint32(23)) - 127 - TOPK_SCALE_EXPONENT, TOPK_SCALE_EXPONENT_MIN)
     scale = _float(np.uint32(np.uint32(127 + exponent) << np.uint32(23)))
     inverse = _float(np.uint32(np.uint32(127 - exponent) << np.uint32(23)))
-    for i in range(size):
-        r[i] = total[i]
     picked = found_keys  # free again; three loops, because the middle one vectorises
     for i in range(k):
         picked[i] = total_bits[found[i]]
@@ -380,13 +401,13 @@ def _topk_chunk(
         values[i] = half
         picked[i] = _bits(np.float32(value - np.float32(_from_half(half) * scale)))
     for i in range(k):
-        r[found[i]] = _float(picked[i])
+        r_bits[found[i]] = picked[i]
     return scale
 
 
 @_jit
 def topk_encode(
-    grad: Any, residual: Any, scales: Any, values: Any, indices: Any, per_chunk: int, per_rest: int,
+    grad: Any, residual: Any, residual_bits: Any, scales: Any, values: Any, indices: Any, per_chunk: int, per_rest: int,
     total: Any, total_bits: Any, groups: Any, found: Any, found_keys: Any,
 ) -> None:  # fmt: skip
     """Encode every chunk; ``values`` and ``indices`` are uint16."""
@@ -396,7 +417,8 @@ def topk_encode(
         last = min(first + TOPK_CHUNK, grad.size)
         k = per_chunk if last - first == TOPK_CHUNK else per_rest
         scales[chunk] = _topk_chunk(
-            grad[first:last], residual[first:last], k, values[entry : entry + k], indices[entry : entry + k],
+            grad[first:last], residual[first:last], residual_bits[first:last], k,
+            values[entry : entry + k], indices[entry : entry + k],
             total, total_bits, groups, found, found_keys,
         )  # fmt: skip
         entry += k

@@ -78,9 +78,9 @@ class NumbaKernels:
 
     def topk_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: TopkBuffers) -> None:
         """See ``Kernels.topk_encode``."""
-        send, layout = buffers.send_b.numpy(), buffers.layout
+        send, residual, layout = buffers.send_b.numpy(), residual_n.numpy(), buffers.layout
         loops.topk_encode(
-            grad_n.numpy(), residual_n.numpy(),
+            grad_n.numpy(), residual, residual.view(np.uint32),
             send[: layout.values_at].view(np.float32),
             send[layout.values_at : layout.indices_at].view(np.uint16),
             send[layout.indices_at :].view(np.uint16),
