@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _arms import Arena, Arm
 from _harness import Bar, finish
+
+from _arms import Arena, Arm
 
 SCRIPT = "examples/char_gpt.py"
 

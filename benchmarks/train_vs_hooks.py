@@ -15,8 +15,9 @@ import sys
 from statistics import median
 from typing import Any
 
-from _arms import Arena, Arm, seconds_to
 from _harness import Bar, finish
+
+from _arms import Arena, Arm, seconds_to
 
 OURS = {"1gbit": ("int8/2MiB",), "100mbit": ("int8/2MiB", "topk@5%/2MiB", "topk@2%/2MiB")}
 FP16 = "torch-fp16"
@@ -102,9 +103,7 @@ def main() -> int:
         for arm, seconds in sorted(medians(runs, rate).items(), key=lambda item: item[1]):
             steps = [r["step_s"] for r in runs if (r["rate"], r["arm"]) == (rate, arm)]
             spread = [r["time_to_loss_s"] for r in runs if (r["rate"], r["arm"]) == (rate, arm)]
-            print(
-                f"{rate:8s} {arm:18s} {seconds:8.1f} s to the loss, {median(steps) * 1e3:6.0f} ms a step; {spread}"
-            )
+            print(f"{rate:8s} {arm:18s} {seconds:8.1f} s to the loss, {median(steps) * 1e3:6.0f} ms a step; {spread}")
     return finish("train_vs_hooks", bars, {"runs": runs}, check=args.check)
 
 
