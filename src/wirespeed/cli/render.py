@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from rich import box
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -78,33 +76,3 @@ def make_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, title:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
-
-
-class Steps:
-    """Progress of something with a known number of steps; made by ``progress``."""
-
-    def __init__(self, bar: Progress | None, total: int) -> None:
-        self._bar = bar
-        self._task = None if bar is None else bar.add_task("", total=total)
-        self._total = total
-        self._done = 0
-
-    def advance(self, what: str) -> None:
-        """``what`` begins: one more step is shown."""
-        self._done += 1
-        if self._bar is None or self._task is None:
-            say(f"[{self._done}/{self._total}] {what}")
-        else:
-            self._bar.update(self._task, completed=self._done - 1, description=what)
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Steps]:
-    """A bar on stderr where that is a terminal, else one line per step, so that a log of CI can be read."""
-    console = stderr_console()
-    if not console.is_terminal:
-        yield Steps(None, total)
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        yield Steps(bar, total)
