@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wirespeed.records import Collective
 from wirespeed.sim import StageCost, TransferCost, predict_step, simulate_step
-from wirespeed.spec.strategy import Strategy, bus_factor
+from wirespeed.spec.strategy import Strategy, Transfer, bus_factor
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 
 ROUNDING = 1e-9
@@ -33,7 +32,8 @@ class LinearCosts:
     cpu: float
     codec_bytes_per_s: float
 
-    def transfer(self, collective: Collective, size_bytes: int) -> TransferCost:
+    def transfer(self, transfer: Transfer) -> TransferCost:
+        collective, size_bytes = transfer.collective, transfer.size_bytes
         wire_s = size_bytes * bus_factor(collective, NUM_RANKS) / self.goodput_bytes_per_s
         return TransferCost(
             seconds=self.latency_s + wire_s, latency_s=self.latency_s, lower_bound_s=wire_s, cpu=self.cpu
@@ -197,9 +197,7 @@ def test_the_exchange_is_conserved(workload, strategy, cost):
     step = simulate_step(workload, strategy, cost)
     assert sum(bucket.num_elements for bucket in step.buckets) == workload.num_elements
     priced = [
-        cost.transfer(t.collective, t.size_bytes).seconds
-        for bucket in step.buckets
-        for t in strategy.transfers(bucket.num_elements, NUM_RANKS)
+        cost.transfer(t).seconds for bucket in step.buckets for t in strategy.transfers(bucket.num_elements, NUM_RANKS)
     ]
     assert step.wire_s == pytest.approx(sum(priced), rel=1e-9)
     # on the timeline every transfer takes at least its time alone, and the wire serves one second of work per second
@@ -237,7 +235,8 @@ def test_lanes_are_a_flow_shop_when_nothing_is_shared(num_buckets, encode_s, hop
     """Equal jobs through machines in a row: the first through all, then one per turn of the slowest."""
 
     class Costs:
-        def transfer(self, collective: Collective, size_bytes: int) -> TransferCost:
+        def transfer(self, transfer: Transfer) -> TransferCost:
+            collective, size_bytes = transfer.collective, transfer.size_bytes
             return TransferCost(seconds=hop_s, latency_s=hop_s)
 
         def stage(self, strategy: Strategy, stage: str, size_bytes: int) -> StageCost:

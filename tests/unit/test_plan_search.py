@@ -11,7 +11,7 @@ from wirespeed.fabric.topology import CodecCurve
 from wirespeed.plan import choose, costs_of, legal_strategies, predict, rank, search
 from wirespeed.sim import simulate_step
 from wirespeed.spec.prediction import Prediction
-from wirespeed.spec.strategy import Strategy
+from wirespeed.spec.strategy import Strategy, Transfer
 
 
 def prediction(name: str, step_s: float) -> Prediction:
@@ -32,7 +32,9 @@ def prediction(name: str, step_s: float) -> Prediction:
 class TestCosts:
     def test_a_transfer_is_that_of_the_curve_split_at_its_floor(self):
         # at 1 MiB: 1 ms + 1.5 * 2^20 * 8 / 0.95e9; the smallest message, 1 KiB, takes 1 ms + 12.9 us
-        cost = costs_of(gigabit_workload(), gigabit_fabric()).transfer("all_reduce", MIB)
+        cost = costs_of(gigabit_workload(), gigabit_fabric()).transfer(
+            Transfer(collective="all_reduce", size_bytes=MIB, dtype="float32")
+        )
         wire_s = 1.5 * MIB * 8 / 0.95e9
         assert cost.seconds == pytest.approx(1e-3 + wire_s)
         assert cost.latency_s == pytest.approx(1e-3 + wire_s / 1024, abs=cost.seconds - cost.lower_bound_s)
@@ -42,7 +44,7 @@ class TestCosts:
 
     def test_sizes_outside_the_curve_are_marked(self):
         costs = costs_of(gigabit_workload(), gigabit_fabric())
-        assert not costs.transfer("all_reduce", 2**30).is_in_range
+        assert not costs.transfer(Transfer(collective="all_reduce", size_bytes=2**30, dtype="float32")).is_in_range
         assert not costs.stage(Strategy(codec="half"), "encode", 2**30).is_in_range
 
     def test_a_codec_is_found_by_its_name_without_bucket_size(self):

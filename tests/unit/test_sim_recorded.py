@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from wirespeed.plan import from_parameters, predict
-from wirespeed.records import Collective, read
+from wirespeed.records import read
 from wirespeed.sim import StageCost, TransferCost, simulate_step
 from wirespeed.spec.comparison import TuneRecord
-from wirespeed.spec.strategy import Strategy, bus_factor
+from wirespeed.spec.strategy import Strategy, Transfer, bus_factor
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 from wirespeed.units import MIB
 
@@ -33,7 +33,8 @@ class BusBandwidth:
     bytes_per_s: float
     num_ranks: int
 
-    def transfer(self, collective: Collective, size_bytes: int) -> TransferCost:
+    def transfer(self, transfer: Transfer) -> TransferCost:
+        collective, size_bytes = transfer.collective, transfer.size_bytes
         return TransferCost(seconds=size_bytes * bus_factor(collective, self.num_ranks) / self.bytes_per_s)
 
     def stage(self, strategy: Strategy, stage: str, size_bytes: int) -> StageCost:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from wirespeed.errors import UsageError
-from wirespeed.records import Collective
 from wirespeed.sim import ScaledCosts, StageCost, TransferCost, fill_buckets, predict_step, simulate_step
 from wirespeed.sim.flow import Exchange, fair_level, run_step
 from wirespeed.sim.training import STAGES
-from wirespeed.spec.strategy import CODECS, Strategy
+from wirespeed.spec.strategy import CODECS, Strategy, Transfer
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 
 MIB_ELEMENTS = 262_144
@@ -31,7 +30,8 @@ class FixedCosts:
     residual: float = 0.0
     is_in_range: bool = True
 
-    def transfer(self, collective: Collective, size_bytes: int) -> TransferCost:
+    def transfer(self, transfer: Transfer) -> TransferCost:
+        collective, size_bytes = transfer.collective, transfer.size_bytes
         return TransferCost(
             seconds=self.latency_s + self.wire_s,
             latency_s=self.latency_s,
@@ -271,9 +271,11 @@ class TestPrediction:
 
     def test_scaled_costs_scale_one_part_each(self):
         costs = FixedCosts(latency_s=0.2, wire_s=0.4, stage_s=0.6, bound_s=0.3, residual=0.5)
-        transfer = ScaledCosts(costs=costs, wire=0.5).transfer("all_reduce", 4)
+        transfer = ScaledCosts(costs=costs, wire=0.5).transfer(Transfer(collective="all_reduce", size_bytes=4))
         assert (transfer.seconds, transfer.latency_s, transfer.lower_bound_s) == pytest.approx((0.4, 0.2, 0.15))
-        assert ScaledCosts(costs=costs, latency=0.0).transfer("all_reduce", 4).seconds == pytest.approx(0.4)
+        assert ScaledCosts(costs=costs, latency=0.0).transfer(
+            Transfer(collective="all_reduce", size_bytes=4)
+        ).seconds == pytest.approx(0.4)
         assert ScaledCosts(costs=costs, codec=2.0).stage(strategy("half"), "encode", 4).seconds == pytest.approx(1.2)
         assert ScaledCosts(costs=costs, spread=-1.0).stage(strategy("half"), "encode", 4).seconds == pytest.approx(0.3)
 

@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wirespeed.measure.exchange import all_gather_single, all_to_all, reduce_scatter_single
 from wirespeed.records import Collective
 
 EXACT_FP16 = 2048
 """fp16 holds every whole number up to here."""
 _TILE = 2**20
-# torch 2.13 renamed these two and warns about the old names.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class CheckedCollective:
@@ -68,7 +66,7 @@ class CheckedCollective:
             case "reduce_scatter":
                 reduce_scatter_single(self._receive, self._send)
             case "all_to_all":
-                dist.all_to_all_single(self._receive, self._send)
+                all_to_all(self._receive, self._send)
 
     def is_right(self, run: int) -> bool:
         """Whether every element of the result is what it has to be."""

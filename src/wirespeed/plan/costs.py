@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from wirespeed.fabric.collectives import codec_stage_cost, collective_cost
 from wirespeed.fabric.topology import Fabric
-from wirespeed.records import Collective
 from wirespeed.sim.costs import StageCost, TransferCost
-from wirespeed.spec.strategy import Strategy
+from wirespeed.spec.strategy import Strategy, Transfer
 
 _FREE_STAGE = StageCost(seconds=0.0)
 
@@ -28,15 +27,14 @@ class FabricCosts:
         self.ranks_per_host = ranks_per_host
         self.backend = backend
         self.kind = fabric.hosts[0].kind if kind is None else kind
-        self._transfers: dict[tuple[Collective, int], TransferCost] = {}
+        self._transfers: dict[Transfer, TransferCost] = {}
         self._stages: dict[tuple[str, str, int], StageCost] = {}
 
-    def transfer(self, collective: Collective, size_bytes: int) -> TransferCost:
+    def transfer(self, transfer: Transfer) -> TransferCost:
         """Cost of one collective; raises DataError where the fabric has neither a curve nor a rate and a round trip."""
-        key = (collective, size_bytes)
-        held = self._transfers.get(key)
+        held = self._transfers.get(transfer)
         if held is None:
-            held = self._transfers[key] = self._transfer(collective, size_bytes)
+            held = self._transfers[transfer] = self._transfer(transfer)
         return held
 
     def stage(self, strategy: Strategy, stage: str, size_bytes: int) -> StageCost:
@@ -57,22 +55,23 @@ class FabricCosts:
             self._stages[key] = held
         return held
 
-    def _transfer(self, collective: Collective, size_bytes: int) -> TransferCost:
+    def _transfer(self, transfer: Transfer) -> TransferCost:
         cost, smallest = (
             collective_cost(
                 self.fabric,
-                collective,
+                transfer.collective,
                 size,
                 self.num_ranks,
                 ranks_per_host=self.ranks_per_host,
                 backend=self.backend,
+                dtype=transfer.dtype,
             )
-            for size in (size_bytes, 1)
+            for size in (transfer.size_bytes, 1)
         )
         residuals = [
             c.curve.residual
             for c in self.fabric.collectives
-            if (c.collective, c.backend, c.ranks_per_host) == (collective, self.backend, self.ranks_per_host)
+            if (c.collective, c.backend, c.ranks_per_host) == (transfer.collective, self.backend, self.ranks_per_host)
         ]
         return TransferCost(
             seconds=cost.seconds,

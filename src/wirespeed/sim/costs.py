@@ -8,8 +8,7 @@ from typing import Protocol
 import msgspec
 
 from wirespeed.errors import UsageError
-from wirespeed.records import Collective
-from wirespeed.spec.strategy import Strategy
+from wirespeed.spec.strategy import Strategy, Transfer
 
 
 class TransferCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +45,8 @@ class StageCost(msgspec.Struct, frozen=True, kw_only=True):
 class StepCosts(Protocol):
     """What the network and the encoder take; ``plan.costs`` makes one of a calibrated fabric."""
 
-    def transfer(self, collective: Collective, size_bytes: int) -> TransferCost:
-        """Cost of one collective among the workload's ranks; ``size_bytes`` as in ``records``."""
+    def transfer(self, transfer: Transfer) -> TransferCost:
+        """Cost of one collective among the workload's ranks."""
         ...
 
     def stage(self, strategy: Strategy, stage: str, size_bytes: int) -> StageCost:
@@ -68,9 +67,9 @@ class ScaledCosts:
     codec: float = 1.0
     spread: float = 0.0
 
-    def transfer(self, collective: Collective, size_bytes: int) -> TransferCost:
+    def transfer(self, transfer: Transfer) -> TransferCost:
         """The transfer's cost, scaled; its bound scales with the wire."""
-        cost = self.costs.transfer(collective, size_bytes)
+        cost = self.costs.transfer(transfer)
         off = max(0.0, 1 + self.spread * cost.residual)
         latency_s = cost.latency_s * self.latency * off
         wire_s = (cost.seconds - cost.latency_s) * self.wire * off

@@ -146,7 +146,7 @@ def _price(
     strategy: Strategy, num_elements: int, num_ranks: int, costs: StepCosts
 ) -> tuple[Exchange, float, float, float, bool]:
     """The exchange of one bucket, and its codec seconds, wire seconds, lower bound and whether curves cover it."""
-    transfers = [costs.transfer(t.collective, t.size_bytes) for t in strategy.transfers(num_elements, num_ranks)]
+    transfers = [costs.transfer(t) for t in strategy.transfers(num_elements, num_ranks)]
     if not transfers:
         return Exchange((0.0,), ()), 0.0, 0.0, 0.0, True
     size_bytes = num_elements * BYTES_PER_ELEMENT

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wirespeed.errors import PeerFailure
+from wirespeed.measure.exchange import all_gather_single, all_to_all, reduce_scatter_single
 from wirespeed.train.codecs.base import Message
 
 
@@ -102,21 +103,17 @@ class Lanes:
         return False
 
 
-# torch 2.13 renames it and warns of the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 def perform(message: Message, group: dist.ProcessGroup) -> None:
     """Carry out one collective and wait for its end. Raises what the backend raises."""
     match message.collective:
         case "all_reduce":
             dist.all_reduce(message.receive, group=group)
         case "all_to_all":
-            dist.all_to_all_single(message.receive, message.send, group=group)
+            all_to_all(message.receive, message.send, group)
         case "all_gather":
-            _all_gather(message.receive, message.send, group=group)
+            all_gather_single(message.receive, message.send, group=group)
         case "reduce_scatter":
-            dist.reduce_scatter_tensor(message.receive, message.send, group=group)
+            reduce_scatter_single(message.receive, message.send, group=group)
         case "broadcast":
             dist.broadcast(message.receive, src=dist.get_global_rank(group, 0), group=group)
 
