@@ -99,21 +99,32 @@ def arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def finish(name: str, bars: list[Bar], results: dict[str, Any], options: argparse.Namespace) -> int:
-    """Write the results, print the bars where asked for, and give the exit status."""
-    target = options.out if options.out is not None else None if options.quick else RESULTS / f"{name}.json"
+def finish(
+    name: str,
+    bars: list[Bar],
+    results: dict[str, Any],
+    *,
+    check: bool = False,
+    is_quick: bool = False,
+    out: Path | None = None,
+) -> int:
+    """Write the results, print the bars where ``check`` asks for them, and give the exit status.
+
+    Results go to ``out``, else to benchmarks/results/NAME.json; those of a quick run only to ``out``.
+    """
+    target = out if out is not None else None if is_quick else RESULTS / f"{name}.json"
     if target is not None:
         document = {
             "schema": 1,
             "name": name,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "environment": msgspec.to_builtins(capture()),
-            "is_quick": options.quick,
+            "is_quick": is_quick,
             "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
             "results": results,
         }
         write_bytes(target, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
-    if not options.check:
+    if not check:
         return 0
     for bar in bars:
         print(bar.line)

@@ -209,7 +209,7 @@ def main() -> int:
         },
         "energy": energy,
     }
-    return finish("codecs", bars, results, options)
+    return finish("codecs", bars, results, check=options.check, is_quick=options.quick, out=options.out)
 
 
 if __name__ == "__main__":
