@@ -19,9 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _harness import Bar, finish
-
 from _arms import Arena, Arm
+from _harness import Bar, finish
 
 SCRIPT = "examples/char_gpt.py"
 

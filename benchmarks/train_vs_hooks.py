@@ -15,9 +15,8 @@ import sys
 from statistics import median
 from typing import Any
 
-from _harness import Bar, finish
-
 from _arms import Arena, Arm, seconds_to
+from _harness import Bar, finish
 
 OURS = {"1gbit": ("int8/2MiB",), "100mbit": ("int8/2MiB", "topk@5%/2MiB", "topk@2%/2MiB")}
 FP16 = "torch-fp16"
