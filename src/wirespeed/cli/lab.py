@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from wirespeed import units
+from wirespeed.cli.signals import terminable
 from wirespeed.errors import UsageError, WirespeedError
 
 if TYPE_CHECKING:
@@ -22,21 +20,6 @@ app = typer.Typer(help="A cluster on this machine: hosts, racks and links of a c
 _COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 NameOption = Annotated[str | None, typer.Option("--name", "-n", help="The lab; not needed when one is up.")]
 Command = Annotated[list[str], typer.Argument(help="The command and its arguments, after --.")]
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exit, so that what was started is stopped on the way out."""
-
-    def leave(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @app.command()
@@ -77,7 +60,7 @@ def up(
             loss=units.parse_ratio(loss),
             name=name,
         )
-    with _terminable():
+    with terminable():
         lab = Lab(wanted, keep=True)
         lab.up()
     _print_status(lab.status())
@@ -97,7 +80,7 @@ def run(
     ] = True,
 ) -> None:
     """Run one process per rank under RANK, WORLD_SIZE and so on; exit with the code of the first that fails."""
-    with _terminable(), _lab_for(name, spec) as lab:
+    with terminable(), _lab_for(name, spec) as lab:
         result = lab.run(
             command,
             ranks_per_host=ranks_per_host,
@@ -128,7 +111,7 @@ def execute(
     """Run a command in one host, on this terminal; exit with its code."""
     from wirespeed.lab import Lab
 
-    with _terminable(), Lab.attach(name) as lab:
+    with terminable(), Lab.attach(name) as lab:
         if command[0] == "--":  # click takes it off only where it comes before every argument
             command = command[1:]
         process = lab.popen(host, command, stdin=None, session=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from wirespeed.cli import render
-from wirespeed.errors import UsageError, WirespeedError
+from wirespeed.cli.signals import terminable
+from wirespeed.errors import InternalError, MissingCapability, UsageError, WirespeedError
 from wirespeed.spec.strategy import FIDELITIES, Fidelity, Strategy
 from wirespeed.units import format_duration, format_rate, parse_duration
 
@@ -33,8 +35,9 @@ _Steps = Annotated[
     int, typer.Option("--steps", min=6, help="Optimizer steps per run (fewer when the budget is short).")
 ]
 _Budget = Annotated[str, typer.Option("--budget", help="Time for everything, such as 5m.")]
-_Seed = Annotated[int, typer.Option("--seed", help="Seed of every run.")]
+_Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of every run.")]
 _Stall = Annotated[str, typer.Option("--stall-timeout", help="Give a run up when no step ends within this.")]
+_Start = Annotated[str, typer.Option("--start-timeout", help="Give a run up when its first step takes longer.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the Record as JSON on stdout.")]
 
 
@@ -53,6 +56,7 @@ def tune(
     seed: _Seed = 0,
     out: _Out = Path("out/tune"),
     stall_timeout: _Stall = "90s",
+    start_timeout: _Start = "2m",
     as_json: _Json = False,
 ) -> int:
     """Make a training script's gradient exchange fast: measure, predict, try, compare, choose.
@@ -68,6 +72,7 @@ def tune(
 
       torchrun --nnodes 4 --nproc-per-node 1 ... -m wirespeed tune train.py
     """
+    _check_torch()
     from wirespeed.tune.loop import TuneOptions
 
     if fidelity not in FIDELITIES:
@@ -87,6 +92,7 @@ def tune(
         out=out,
         strategies=named,
         stall_timeout_s=_seconds(stall_timeout, "--stall-timeout"),
+        start_timeout_s=_seconds(start_timeout, "--start-timeout"),
     )
     return _run(options, lab, as_json=as_json)
 
@@ -100,6 +106,7 @@ def profile(
     seed: _Seed = 0,
     out: _Out = Path("out/profile"),
     stall_timeout: _Stall = "90s",
+    start_timeout: _Start = "2m",
     as_json: _Json = False,
 ) -> int:
     """Where does my step go? Runs SCRIPT as it is, splits its step, and predicts what strategies would give.
@@ -108,6 +115,7 @@ def profile(
 
       wirespeed profile --lab 4x1gbit examples/char_gpt.py
     """
+    _check_torch()
     from wirespeed.tune.loop import TuneOptions
 
     options = TuneOptions(
@@ -119,6 +127,7 @@ def profile(
         seed=seed,
         out=out,
         stall_timeout_s=_seconds(stall_timeout, "--stall-timeout"),
+        start_timeout_s=_seconds(start_timeout, "--start-timeout"),
         profile_only=True,
     )
     return _run(options, lab, as_json=as_json)
@@ -131,25 +140,32 @@ def _seconds(text: str, option: str) -> float:
     return seconds
 
 
+def _check_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise MissingCapability("torch is not installed", hint="pip install 'wirespeed[train]'")
+
+
 def _run(options: TuneOptions, lab: str | None, *, as_json: bool) -> int:
     from wirespeed.tune.loop import Tuning
 
-    Tuning.check_script_of(options)
-    with Display() as display:
+    Tuning.check(options)
+    with terminable(), Display() as display:
         place = _find_place(lab, display)
-        tuning = Tuning(options=options, place=place, progress=display)
-        if not place.is_shaped:
-            tuning.warnings.append(f"the network was {place.description}")
         failure: BaseException | None = None
         try:
+            tuning = Tuning(options=options, place=place, progress=display)
+            if not place.is_shaped:
+                tuning.warnings.append(f"the network was {place.description}")
             tuning.run()
-        except (WirespeedError, KeyboardInterrupt) as fault:
+        except BaseException as fault:  # whatever it is, what was measured is kept
             failure = fault
         finally:
             display.phase("taking down what was set up")
-            place.close()
-    if failure is not None and not tuning.outcomes:
-        raise failure
+            place.close(_exit_code(failure))
+    if failure is not None:
+        if not tuning.outcomes:
+            raise failure
+        tuning.warnings.append(f"ended early: {str(failure) if isinstance(failure, WirespeedError) else 'interrupted'}")
     record = tuning.record()
     tuning.write(record)
     _show(record, options, as_json=as_json)
@@ -157,6 +173,20 @@ def _run(options: TuneOptions, lab: str | None, *, as_json: bool) -> int:
         print(f"wirespeed: ended early, what was measured is kept in {options.out}", file=sys.stderr)
         raise failure
     return 0
+
+
+def _exit_code(failure: BaseException | None) -> int:
+    match failure:
+        case None:
+            return 0
+        case WirespeedError():
+            return failure.exit_code
+        case KeyboardInterrupt():
+            return 130
+        case SystemExit(code=int(code)):
+            return code
+        case _:
+            return InternalError.exit_code
 
 
 def _show(record: TuneRecord, options: TuneOptions, *, as_json: bool) -> None:
@@ -195,6 +225,8 @@ def _find_place(lab: str | None, display: Display) -> Place:
     from wirespeed.lab import Lab, LabSpec, why_unavailable
 
     spec = LabSpec.parse(lab)
+    if spec.hosts < 2:
+        raise UsageError(f"got --lab {lab!r}: one host", expected="at least two", hint="one has nothing to exchange")
     missing = why_unavailable()
     if missing is not None:
         display.note(f"no virtual cluster here ({missing}): running unshaped on loopback, so the network is NOT {lab}")

@@ -66,6 +66,8 @@ class StepClock:
         self._unread: deque[list[_Mark]] = deque()
         self._steps: deque[StepParts] = deque(maxlen=keep)
         self._num_finished = 0
+        self._last: list[_Mark] = []
+        """The marks of the newest step, for ``extend_step``."""
         self._evaluating = 0
         self._has_begun = False
 
@@ -121,11 +123,24 @@ class StepClock:
         if marks[0].event != "step_begin":
             return  # the first step has no beginning that we saw: set-up before it is not training time
         self._num_finished += 1
+        self._last = marks
         if self._on_cuda:
             self._unread.append(marks)
             self._read_passed()
         else:
             self._steps.append(parse_step([(m.event, m.wall_s) for m in marks]))
+
+    def extend_step(self) -> None:
+        """Add what was marked since the last ``end_step`` to that step: another optimizer's part of it."""
+        added, self._marks = self._marks[1:], [_Mark("step_begin", self._marks[-1].wall_s, self._marks[-1].cuda)]
+        if not self._last:
+            return  # the first step, whose beginning nobody saw
+        self._last += added
+        if not self._on_cuda:
+            self._steps[-1] = parse_step([(m.event, m.wall_s) for m in self._last])
+        elif not self._unread:  # read already: read it again, whole
+            self._steps.pop()
+            self._unread.append(self._last)
 
     def begin(self) -> None:
         """Start counting here, so that the next step is the first one kept."""

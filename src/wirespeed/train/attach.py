@@ -51,7 +51,10 @@ def attach(
     directed = session_of(ddp)
     if directed is not None and read_directive() is not None:
         if strategy is not None and strategy != AUTO:
-            _say(directed, f"the script asks for strategy {strategy!r}; `tune` runs {directed.strategy.name!r} instead")
+            told = str(strategy) if not isinstance(strategy, Strategy) else strategy.name
+            text = f"the script asks for strategy {told!r}; `tune` decides instead"
+            directed.note(text)
+            _say(directed, text)
         return directed
     wanted = resolve(strategy)
     if wanted is not None:

@@ -70,6 +70,8 @@ class Session:
         self._step_listeners: list[Any] = []
         self._handles: list[Any] = []
         self._is_attached = True
+        self._has_forward = False
+        """Whether a training forward pass has run since the last step: several optimizers may share one step."""
         self.notes: list[str] = []
         """Why the strategy is what it is, in the order in which that was decided."""
         self.strategy = strategy
@@ -245,6 +247,7 @@ class Session:
         if self.clock.is_evaluating:
             return
         if self._is_training():
+            self._has_forward = True
             self.clock.mark("forward_end")
         else:
             self.clock.end_evaluation()
@@ -253,6 +256,10 @@ class Session:
         if not self.clock.has_begun:
             return
         self.clock.mark("optimizer_end")
+        if not self._has_forward:  # a second optimizer's part of the step that the first one ended
+            self.clock.extend_step()
+            return
+        self._has_forward = False
         self.clock.end_step()
         self._wire.append((self._stated_bytes, -1 if self._counter is None else self._counter.tx_bytes()))
         for listener in self._step_listeners:

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from wirespeed import records
-from wirespeed.errors import DataError, PeerFailure, UsageError, WorkloadFailure
+from wirespeed.errors import MissingCapability, PeerFailure, UsageError, WorkloadFailure
 from wirespeed.fabric import files as fabric_files
 from wirespeed.fabric.calibrate import calibrate
 from wirespeed.fabric.topology import Fabric
@@ -32,7 +32,9 @@ from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.train.report import breakdown_of, mean_breakdown
 from wirespeed.train.trace import RunDirective, RunTrace, decode_trace, write_directive
 from wirespeed.tune import compare, survey
-from wirespeed.tune.places import LOG, Place, RunEnd, Watch, worker_command
+from wirespeed.tune.places import LOG, Place, worker_command
+from wirespeed.tune.verdict import last_words, raise_unless_fine
+from wirespeed.tune.watch import Watch
 
 PROBE_STEPS = 14
 MIN_STEPS = 20
@@ -97,9 +99,9 @@ class Tuning:
 
     def run(self) -> TuneRecord:
         """All phases. On an interruption ``record()`` still tells what was measured."""
-        self.check_script_of(self.options)
+        self.check(self.options)
+        self.probe()  # before the survey: what is wrong with a script shows at once
         self.survey()
-        self.probe()
         self.predict()
         self.run_baseline()
         if not self.options.profile_only:
@@ -108,11 +110,20 @@ class Tuning:
         return self.record()
 
     @staticmethod
-    def check_script_of(options: TuneOptions) -> None:
-        """Raise UsageError where there is no script to run."""
+    def check(options: TuneOptions) -> None:
+        """Raise what can be known before anything is set up: no such script, not Python, no place to write to."""
         script = Path(options.script)
         if not script.is_file():
             raise UsageError(f"no script at {options.script!r}", expected="the path of a Python training script")
+        try:
+            compile(script.read_bytes(), options.script, "exec", dont_inherit=True)
+        except OSError as fault:
+            raise UsageError(f"cannot read {options.script!r}: {fault.strerror or fault}") from fault
+        except (SyntaxError, ValueError) as fault:
+            raise WorkloadFailure(f"{options.script} is not a Python script: {fault}") from fault
+        if options.out.exists() and not options.out.is_dir():
+            raise UsageError(f"got --out {str(options.out)!r}, which is not a folder", hint="name another place")
+        records.write_bytes(options.out / ".check", b"wirespeed").unlink(missing_ok=True)
 
     def survey(self) -> None:
         """Measure links, collectives and codecs, and fit the fabric."""
@@ -124,6 +135,10 @@ class Tuning:
         plan = survey.SurveyPlan(
             strategies=tuple(names), collectives_s=25 * share, codecs_s=10 * share, links_s=10 * max(share, 0.5)
         )
+        if self.workload is not None:
+            plan = plan.up_to(4 * sum(gradient.num_elements for gradient in self.workload.gradients))
+        for name in (survey.LINKS, survey.COLLECTIVES, survey.CODECS_FILE):  # those of an earlier run
+            (folder / name).unlink(missing_ok=True)
         records.write_bytes(folder / "plan.json", msgspec.json.encode(plan))
         self.progress.phase(f"measuring the network: links, collectives and codecs on {self.place.description}")
         end = self.place.run(
@@ -133,11 +148,13 @@ class Tuning:
             watch=None,
             timeout_s=2 * (plan.collectives_s + plan.codecs_s + plan.links_s) + 60,
         )
+        if end.log_problem is not None:
+            raise MissingCapability(end.log_problem, hint="free some space, or name another place with --out")
         if end.returncode != 0:
-            raise PeerFailure(
-                f"measuring the network failed: {end.reason or _last_words(end)}", hint=f"see {folder / LOG}"
-            )
-        self.links = records.read(folder / survey.LINKS, LinksRecord)
+            reasons = [text for text in (end.reason, last_words(end)) if text]
+            raise PeerFailure(f"measuring the network failed: {': '.join(reasons)}", hint=f"see {folder / LOG}")
+        if (folder / survey.LINKS).is_file():
+            self.links = records.read(folder / survey.LINKS, LinksRecord)
         collectives = records.read(folder / survey.COLLECTIVES, CollectivesRecord)
         codecs = records.read(folder / survey.CODECS_FILE, CodecsRecord)
         self.fabric = calibrate(self.links, [collectives], [codecs], name=self.place.description)
@@ -168,11 +185,17 @@ class Tuning:
         baseline = search(self.workload, self.fabric, "exact", strategies=[Strategy()]).predictions[0]
         self.predictions = (baseline, *(p for p in found.predictions if p.strategy != baseline.strategy))
         affordable = int(DENSE_SHARE * self.options.budget_s / max(baseline.step_s, 1e-6))
-        self.num_steps = max(MIN_STEPS, min(self.options.num_steps, affordable))
+        self.num_steps = min(self.options.num_steps, max(MIN_STEPS, affordable))
 
     def run_baseline(self) -> None:
         """Run dense, with the buckets that the script chose."""
         outcome = self._measure(self.predictions[0].strategy, self.predictions[0], name="dense", keeps_buckets=True)
+        if outcome.stated_bytes_per_step == 0 and outcome.num_steps > 1:
+            raise WorkloadFailure(
+                f"{self.options.script} exchanges no gradients",
+                expected="forward passes through the DistributedDataParallel model itself",
+                hint="call ddp(x) and not ddp.module(x) or the model inside it",
+            )
         self.num_steps = outcome.num_steps
         kind = compare.loss_kind_of(outcome)
         self.target = compare.final_loss(outcome, kind, self.num_steps)
@@ -256,12 +279,15 @@ class Tuning:
                 seed=self.options.seed,
                 keeps_buckets=keeps_buckets,
                 max_steps=None if self.target is None else round(EXTRA_STEPS * self.num_steps),
-                target_loss=self.target if self.outcomes and self.outcomes[0].losses else None,
+                target_loss=self.target if self._compares_held_out() else None,
             )
         )
         for trace in traces[:1]:
             self.warnings += list(trace.notes)
         return compare.outcome_of(traces[0].strategy, traces, prediction, num_steps=self.num_steps, name=name)
+
+    def _compares_held_out(self) -> bool:
+        return bool(self.outcomes) and compare.loss_kind_of(self.outcomes[0]) == "held_out"
 
     def _run_script(self, directive: RunDirective) -> list[RunTrace]:
         options = self.options
@@ -279,7 +305,7 @@ class Tuning:
         )
         end = self.place.run(
             worker_command("wirespeed.tune.worker", options.script, *options.arguments),
-            env={"WIRESPEED_RUN": str(path.resolve()), "PYTHONHASHSEED": str(options.seed)},
+            env={"WIRESPEED_RUN": str(path.resolve()), "PYTHONHASHSEED": str(options.seed), "WIRESPEED_OFF": ""},
             folder=Path(directive.folder),
             watch=watch,
             timeout_s=max(600.0, 4 * options.budget_s),
@@ -297,7 +323,9 @@ class Tuning:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as fault:
-            raise UsageError(f"cannot make {folder}: {fault.strerror}", hint="name another place with --out") from fault
+            raise MissingCapability(
+                f"cannot make {folder}: {fault.strerror}", hint="free some space, or name another place with --out"
+            ) from fault
         return folder
 
     def _measured_fabric(self) -> MeasuredFabric:
@@ -358,36 +386,3 @@ def workload_of(traces: Sequence[RunTrace], place: Place) -> TrainingWorkload:
         ranks_per_host=place.ranks_per_host,
         cpus_per_rank=place.cpus_per_rank,
     )
-
-
-def raise_unless_fine(end: RunEnd, traces: Sequence[RunTrace], num_ranks: int, script: str, log: Path) -> None:
-    """Turn how a run ended into the one error that names its cause; return when it was fine."""
-    hint = f"the whole output is in {log}"
-    failed = next((t for t in traces if t.status == "failed"), None)
-    if end.is_stalled:
-        raise PeerFailure(f"the run of {script} was given up: {end.reason}", hint=hint)
-    if end.returncode != 0:
-        if end.reason and (" is down" in end.reason or "cut off" in end.reason):
-            raise PeerFailure(f"a link failed during the run of {script}: {end.reason}", hint=hint)
-        what = failed.error if failed is not None and failed.error else _last_words(end)
-        who = "" if end.failed_rank is None else f" on rank {end.failed_rank}"
-        raise WorkloadFailure(f"{script} failed{who} with exit code {end.returncode}: {what}", hint=hint)
-    if any(t.status == "no_ddp" for t in traces):
-        raise UsageError(
-            f"{script} made no DistributedDataParallel model",
-            expected="a script that trains with torch's DistributedDataParallel",
-            hint="wrap the model: model = DistributedDataParallel(model)",
-        )
-    if any(t.status == "no_step" for t in traces):
-        raise UsageError(
-            f"{script} ended without a training step",
-            expected="loss.backward() and optimizer.step() on the DDP model",
-        )
-    if len(traces) < num_ranks:
-        raise DataError(f"only {len(traces)} of {num_ranks} ranks left a trace", hint=hint)
-
-
-def _last_words(end: RunEnd) -> str:
-    rank = 0 if end.failed_rank is None else end.failed_rank
-    lines = [line for line in end.tail.get(rank, []) if line.strip()]
-    return lines[-1].strip() if lines else "it printed nothing"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from wirespeed.spec.strategy import CODECS, Strategy
 from wirespeed.train.speed import measure_codecs
 from wirespeed.units import KIB, MIB
 
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 LINKS = "links.json"
 COLLECTIVES = "collectives.json"
 CODECS_FILE = "codecs.json"
@@ -37,6 +39,15 @@ class SurveyPlan(msgspec.Struct, frozen=True, kw_only=True):
     links_s: float = 10.0
     sizes_bytes: tuple[int, ...] = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
     codec_sizes_bytes: tuple[int, ...] = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
+
+    def up_to(self, num_bytes: int) -> SurveyPlan:
+        """The same plan without sizes that no bucket of ``num_bytes`` of gradients reaches (1 MiB always stays)."""
+        limit = 4 * max(num_bytes, MIB // 4)
+        return msgspec.structs.replace(
+            self,
+            sizes_bytes=tuple(size for size in self.sizes_bytes if size <= limit),
+            codec_sizes_bytes=tuple(size for size in self.codec_sizes_bytes if size <= limit),
+        )
 
 
 def needed_collectives(strategies: list[Strategy]) -> tuple[Collective, ...]:
@@ -61,10 +72,11 @@ def main(folder: Path) -> int:
     strategies = [Strategy.parse(name) for name in plan.strategies]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     ranks = launch.ranks()
-    links = measure_links(ranks, streams=(1,), duration_s=plan.links_s / 40)
-    if links is not None:
-        records.write(folder / LINKS, links)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if ranks.local_world_size != ranks.world_size:  # ranks of one host have no link between them
+        links = measure_links(ranks, streams=(1,), duration_s=plan.links_s / 40)
+        if links is not None:
+            records.write(folder / LINKS, links)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=COLLECTIVE_TIMEOUT)
     measured = measure_collectives(
         collectives=needed_collectives(strategies), sizes_bytes=plan.sizes_bytes, deadline_s=plan.collectives_s
     )

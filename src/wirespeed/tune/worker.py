@@ -9,9 +9,11 @@ its trace in the directive's folder.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import random
 import runpy
+import signal
 import struct
 import sys
 import traceback
@@ -21,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from wirespeed.errors import UsageError, WirespeedError
+from wirespeed.errors import UsageError, WirespeedError, WorkloadFailure
 from wirespeed.spec.strategy import Strategy
 from wirespeed.train.attach import begin_directed_session
 from wirespeed.train.readiness import GradientTimes
 from wirespeed.train.rebucket import bucket_bytes_of
 from wirespeed.train.report import LossEntry
-from wirespeed.train.session import Session
+from wirespeed.train.session import Session, exchange_bucket, session_of
 from wirespeed.train.trace import RunDirective, RunTrace, read_directive, write_trace
 
 
@@ -48,7 +50,7 @@ class Run:
         self._stop_group: Any = None
 
     def patch(self) -> None:
-        """Wrap DDP's constructor and ``Tensor.backward``."""
+        """Wrap DDP's constructor and ``Tensor.backward``, and refuse what a run under `tune` cannot be."""
         construct: Any = DistributedDataParallel.__init__
         backward: Any = torch.Tensor.backward
 
@@ -63,6 +65,9 @@ class Run:
 
         patched: Any = DistributedDataParallel
         patched.__init__ = wrapped_construct
+        patched.register_comm_hook = self._refuse_other_hooks(patched.register_comm_hook)
+        starters: Any = torch.multiprocessing
+        starters.spawn = starters.start_processes = _refuse_spawn
         tensor_class: Any = torch.Tensor
         tensor_class.backward = wrapped_backward
 
@@ -88,8 +93,20 @@ class Run:
             wire=tuple(session.wire),
             gradients=() if self._readiness is None else self._readiness.gradients(),
             report=session.report(),
-            notes=tuple(self.notes),
+            notes=(*self.notes, *session.notes),
         )
+
+    def _refuse_other_hooks(self, register: Any) -> Any:
+        def wrapped_register(ddp: Any, state: Any, hook: Any) -> None:
+            if session_of(ddp) is not None and hook is not exchange_bucket:
+                raise WorkloadFailure(
+                    "the script registers a communication hook of its own",
+                    expected="none under `wirespeed tune`",
+                    hint="leave out register_comm_hook(): the strategies that are compared take its place",
+                )
+            register(ddp, state, hook)
+
+        return wrapped_register
 
     def _begin(self, ddp: DistributedDataParallel) -> None:
         directive = self.directive
@@ -133,6 +150,14 @@ class Run:
         return bool(is_reached.item())
 
 
+def _refuse_spawn(*_: Any, **__: Any) -> None:
+    raise WorkloadFailure(
+        "the script starts ranks of its own with torch.multiprocessing",
+        expected="a script that is one rank of RANK and WORLD_SIZE, as under torchrun",
+        hint="call the training function directly: `wirespeed tune` starts one process per rank",
+    )
+
+
 def _with_buckets_of(ddp: DistributedDataParallel, strategy: Strategy) -> Strategy:
     import msgspec
 
@@ -156,6 +181,8 @@ def main(arguments: list[str]) -> int:
     directive = read_directive()
     if directive is None or not arguments:
         raise UsageError("the worker is started by `wirespeed tune`", hint="run `wirespeed tune SCRIPT` instead")
+    # A run that is given up is sent SIGTERM: every thread's stack then goes to the log, and tells where it stood.
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     random.seed(directive.seed)
     torch.manual_seed(directive.seed)
     run = Run(directive)
@@ -168,7 +195,7 @@ def main(arguments: list[str]) -> int:
     except RunEnded:
         pass
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else (0 if end.code is None else 1)
+        code = end.code & 0xFF if isinstance(end.code, int) else (0 if end.code is None else 1)
         error = None if code == 0 else f"the script ended with exit code {code}"
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")
