@@ -236,7 +236,6 @@ def test_lanes_are_a_flow_shop_when_nothing_is_shared(num_buckets, encode_s, hop
 
     class Costs:
         def transfer(self, transfer: Transfer) -> TransferCost:
-            collective, size_bytes = transfer.collective, transfer.size_bytes
             return TransferCost(seconds=hop_s, latency_s=hop_s)
 
         def stage(self, strategy: Strategy, stage: str, size_bytes: int) -> StageCost:

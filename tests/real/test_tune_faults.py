@@ -5,7 +5,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -15,7 +14,7 @@ from wirespeed.cli.main import main
 from wirespeed.errors import MissingCapability, PeerFailure, WorkloadFailure
 from wirespeed.plan.workloads import write_workload
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
-from wirespeed.tune.loop import Tuning, TuneOptions
+from wirespeed.tune.loop import TuneOptions, Tuning
 from wirespeed.tune.places import LoopbackPlace
 from wirespeed.tune.watch import Watch
 
@@ -31,12 +30,24 @@ def probe(tmp_path, text, *, num_ranks=2, on_step=None, **options):
 
 
 FAULTS = {
-    "raises": (plain("if step == 3 and rank == 1: raise ValueError('bad batch')"), "rank 1 with exit code 1: ValueError: bad batch"),
+    "raises": (
+        plain("if step == 3 and rank == 1: raise ValueError('bad batch')"),
+        "rank 1 with exit code 1: ValueError: bad batch",
+    ),
     "exits": (plain("if step == 3: sys.exit(7)"), "with exit code 7"),
-    "ends early on one rank": (plain("if step == 3 and rank == 1: os._exit(0)"), "ended on rank 1 with exit code 0 before"),
+    "ends early on one rank": (
+        plain("if step == 3 and rank == 1: os._exit(0)"),
+        "ended on rank 1 with exit code 0 before",
+    ),
     "ends early on every rank": (plain("if step == 3: os._exit(0)"), "before its run was over"),
-    "has no ddp": (shaped("for step in range(20): loss_of(net, step).backward()"), "made no DistributedDataParallel model"),
-    "never trains": (shaped("ddp = DDP(net)\nfor step in range(5): loss_of(ddp, step)"), "ended without a training step"),
+    "has no ddp": (
+        shaped("for step in range(20): loss_of(net, step).backward()"),
+        "made no DistributedDataParallel model",
+    ),
+    "never trains": (
+        shaped("ddp = DDP(net)\nfor step in range(5): loss_of(ddp, step)"),
+        "ended without a training step",
+    ),
     "never calls backward": (
         shaped(
             """
@@ -123,7 +134,9 @@ def test_a_rank_that_is_killed_from_outside_is_a_peer_failure(tmp_path):
             os.kill(int(held.name), signal.SIGKILL)
             held.unlink()
 
-    text = plain(f"if step == 1 and rank == 1: open({str(pids)!r} + '/' + str(os.getpid()), 'w').close()\n    time.sleep(0.2)")
+    text = plain(
+        f"if step == 1 and rank == 1: open({str(pids)!r} + '/' + str(os.getpid()), 'w').close()\n    time.sleep(0.2)"
+    )
     with pytest.raises(PeerFailure, match=r"rank 1 was killed from outside \(SIGKILL\)") as failure:
         probe(tmp_path, text, on_step=kill)
     assert failure.value.exit_code == 4
@@ -287,7 +300,11 @@ from wirespeed.tune.places import LoopbackPlace
 LoopbackPlace(2, why="a test").run([sys.executable, {str(script)!r}], env={{}}, folder=Path({str(tmp_path)!r}), watch=None, timeout_s=60)
 """
     owner = subprocess.Popen([sys.executable, "-c", code])
-    wait_for(lambda: (tmp_path / "log.txt").exists() and (tmp_path / "log.txt").read_text().count("up") == 2, "both ranks are up", 60)
+    wait_for(
+        lambda: (tmp_path / "log.txt").exists() and (tmp_path / "log.txt").read_text().count("up") == 2,
+        "both ranks are up",
+        60,
+    )
     owner.kill()
     owner.wait()
     assert_nothing_left(tmp_path)

@@ -31,7 +31,6 @@ class FixedCosts:
     is_in_range: bool = True
 
     def transfer(self, transfer: Transfer) -> TransferCost:
-        collective, size_bytes = transfer.collective, transfer.size_bytes
         return TransferCost(
             seconds=self.latency_s + self.wire_s,
             latency_s=self.latency_s,

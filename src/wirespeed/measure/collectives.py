@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from wirespeed.errors import MissingCapability, PeerFailure, UsageError
 from wirespeed.measure.checked import EXACT_FP16, CheckedCollective
-from wirespeed.measure.exchange import all_gather_single
 from wirespeed.measure.environment import capture, host_name
+from wirespeed.measure.exchange import all_gather_single
 from wirespeed.measure.stats import median
 from wirespeed.records import Collective, CollectiveSample, CollectivesRecord
 from wirespeed.system import System
