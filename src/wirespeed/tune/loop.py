@@ -303,13 +303,17 @@ class Tuning:
             stall_timeout_s=options.stall_timeout_s,
             on_progress=self.progress.advance,
         )
-        end = self.place.run(
-            worker_command("wirespeed.tune.worker", options.script, *options.arguments),
-            env={"WIRESPEED_RUN": str(path.resolve()), "PYTHONHASHSEED": str(options.seed), "WIRESPEED_OFF": ""},
-            folder=Path(directive.folder),
-            watch=watch,
-            timeout_s=max(600.0, 4 * options.budget_s),
-        )
+        try:
+            end = self.place.run(
+                worker_command("wirespeed.tune.worker", options.script, *options.arguments),
+                env={"WIRESPEED_RUN": str(path.resolve()), "PYTHONHASHSEED": str(options.seed), "WIRESPEED_OFF": ""},
+                folder=Path(directive.folder),
+                watch=watch,
+                timeout_s=max(600.0, 4 * options.budget_s),
+            )
+        finally:
+            for left in Path(directive.folder).glob(".trace-*"):  # a rank was ended while it wrote its trace
+                left.unlink(missing_ok=True)
         traces = []
         for rank in range(self.place.num_ranks):
             held = directive.trace_path(rank)
