@@ -49,7 +49,10 @@ def write_script(folder: Path, *, at_step: str = "pass", arguments: tuple[str, .
 
 def is_under_way(folder: Path, run: str) -> bool:
     """Whether every rank of a run has done a step."""
-    return all((folder / run / f"step-{rank}").exists() and (folder / run / f"step-{rank}").stat().st_size == 8 for rank in (0, 1))
+    return all(
+        (folder / run / f"step-{rank}").exists() and (folder / run / f"step-{rank}").stat().st_size == 8
+        for rank in (0, 1)
+    )
 
 
 @pytest.fixture
@@ -160,8 +163,8 @@ def test_a_full_disk_is_what_this_host_lacks(tmp_path: Path) -> None:
 # A user namespace that may make no other namespace, and has no rights of its own: where no lab can be had.
 CONFINED = [
     "unshare", "--user", "--map-root-user", "sh", "-c",
-    "echo 0 > /proc/sys/user/max_user_namespaces; echo 0 > /proc/sys/user/max_net_namespaces;"
-    ' exec setpriv --bounding-set=-all --inh-caps=-all "$@"', "sh",
+    ("echo 0 > /proc/sys/user/max_user_namespaces; echo 0 > /proc/sys/user/max_net_namespaces;"
+    ' exec setpriv --bounding-set=-all --inh-caps=-all "$@"'), "sh",
 ]  # fmt: skip
 
 

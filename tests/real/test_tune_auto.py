@@ -40,11 +40,15 @@ def slow_fabric(tmp_path):
     """A fabric that claims 8 Mbit/s between the two ranks, and codecs that cost nothing: on loopback that is a lie."""
 
     def curve(s_per_byte):
-        return Curve(sizes_bytes=SIZES_BYTES, times_s=tuple(1e-5 + size * s_per_byte for size in SIZES_BYTES), residual=0.0)
+        return Curve(
+            sizes_bytes=SIZES_BYTES, times_s=tuple(1e-5 + size * s_per_byte for size in SIZES_BYTES), residual=0.0
+        )
 
     fabric = Fabric(
         name="a lie",
-        hosts=tuple(Host(name=f"n{i}", rate_bit_per_s=Figure(value=8e6, origin="declared"), cpus=1.0) for i in range(2)),
+        hosts=tuple(
+            Host(name=f"n{i}", rate_bit_per_s=Figure(value=8e6, origin="declared"), cpus=1.0) for i in range(2)
+        ),
         collectives=tuple(
             CollectiveCurve(collective=name, backend="gloo", num_ranks=2, ranks_per_host=2, curve=curve(1e-6))
             for name in ("all_reduce", "all_gather", "all_to_all")
@@ -60,7 +64,9 @@ def slow_fabric(tmp_path):
 
 def test_what_disappoints_is_undone_on_all_ranks_at_the_same_step(slow_fabric, tmp_path):
     # Dense runs at full speed, everything else 50 ms slower: the prediction is wrong, and the measurement says so.
-    results = fine(train(f"fabric={slow_fabric!r}, fidelity='compressed'", slow="session.strategy.codec != 'dense'"), tmp_path)
+    results = fine(
+        train(f"fabric={slow_fabric!r}, fidelity='compressed'", slow="session.strategy.codec != 'dense'"), tmp_path
+    )
     first, second = results
     assert first["agree"]
     assert second["agree"]
@@ -104,7 +110,9 @@ def test_a_decision_that_fails_on_rank_0_leaves_all_ranks_dense(tmp_path):
     # A fabric of three ranks has no curve for two: rank 0 cannot predict, and nobody waits for it.
     fabric = Fabric(
         name="another",
-        hosts=tuple(Host(name=f"n{i}", rate_bit_per_s=Figure(value=1e9, origin="declared"), cpus=1.0) for i in range(3)),
+        hosts=tuple(
+            Host(name=f"n{i}", rate_bit_per_s=Figure(value=1e9, origin="declared"), cpus=1.0) for i in range(3)
+        ),
     )
     path = str(write_fabric(tmp_path / "other.toml", fabric))
     results = fine(train(f"num_steps=18, fabric={path!r}"), tmp_path)

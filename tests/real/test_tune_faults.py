@@ -11,7 +11,7 @@ import pytest
 from tune_scripts import Quiet, assert_nothing_left, plain, processes_naming, shaped, wait_for, write_script
 
 from wirespeed.cli.main import main
-from wirespeed.errors import MissingCapability, PeerFailure, WorkloadFailure
+from wirespeed.errors import MissingCapability, PeerFailure, UsageError, WorkloadFailure
 from wirespeed.plan.workloads import write_workload
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 from wirespeed.tune.loop import TuneOptions, Tuning
@@ -308,3 +308,15 @@ LoopbackPlace(2, why="a test").run([sys.executable, {str(script)!r}], env={{}}, 
     owner.kill()
     owner.wait()
     assert_nothing_left(tmp_path)
+
+
+def test_two_tunings_never_share_a_folder(tmp_path):
+    script = write_script(tmp_path, "raise SystemExit(3)")
+    options = TuneOptions(script=str(script), out=tmp_path / "out")
+    first, second = (Tuning(options=options, place=LoopbackPlace(1, why="a test"), progress=Quiet()) for _ in range(2))
+    with pytest.raises(WorkloadFailure, match="with exit code 3"):
+        first.run()
+    with pytest.raises(UsageError, match="another tuning is writing"):
+        second.run()
+    os.close(first._out_handle)
+    os.close(second._out_handle)

@@ -7,7 +7,7 @@ from tune_scripts import Quiet, assert_nothing_left, shaped, write_script
 
 from wirespeed.spec.strategy import Strategy
 from wirespeed.train.trace import RunDirective
-from wirespeed.tune.loop import Tuning, TuneOptions
+from wirespeed.tune.loop import TuneOptions, Tuning
 from wirespeed.tune.places import LoopbackPlace
 
 # Appended to scripts that end by themselves: every rank must hold the same parameters.

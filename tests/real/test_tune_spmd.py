@@ -54,8 +54,33 @@ def finish(processes, timeout_s=150):
 @pytest.mark.slow
 def test_tune_under_torchrun_measures_chooses_and_writes(tmp_path):
     write_script(tmp_path, plain())
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    done = run([*words, "-m", "wirespeed", "tune", "train.py", *QUICK, "--json", "--strategies", "int8", "--fidelity", "compressed"], cwd=tmp_path)
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "1",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    done = run(
+        [
+            *words,
+            "-m",
+            "wirespeed",
+            "tune",
+            "train.py",
+            *QUICK,
+            "--json",
+            "--strategies",
+            "int8",
+            "--fidelity",
+            "compressed",
+        ],
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert record["kind"] == "tune"
@@ -83,7 +108,7 @@ def test_a_follower_that_dies_ends_the_job_as_a_peer_failure(tmp_path):
     write_script(tmp_path, plain("time.sleep(0.05)", num_steps=10_000))
     port = free_port()
     ranks = [start_rank(tmp_path, rank, plain_variables(rank, port)) for rank in range(2)]
-    wait_for(lambda: (tmp_path / "out/compute/step-1").exists(), "training has begun", 60)
+    wait_for((tmp_path / "out/compute/step-1").exists, "training has begun", 60)
     ranks[1].kill()
     first, _ = finish(ranks, timeout_s=60)
     assert first[0] == 4, first[2]
@@ -96,7 +121,7 @@ def test_followers_end_as_a_peer_failure_when_rank_0_dies(tmp_path):
     write_script(tmp_path, plain("time.sleep(0.05)", num_steps=10_000))
     port = free_port()
     ranks = [start_rank(tmp_path, rank, plain_variables(rank, port)) for rank in range(2)]
-    wait_for(lambda: (tmp_path / "out/compute/step-1").exists(), "training has begun", 60)
+    wait_for((tmp_path / "out/compute/step-1").exists, "training has begun", 60)
     ranks[0].kill()
     _, second = finish(ranks, timeout_s=60)
     assert second[0] == 4, second[2]
@@ -109,7 +134,7 @@ def test_a_signal_to_rank_0_sends_every_rank_home(tmp_path):
     write_script(tmp_path, plain("time.sleep(0.05)", num_steps=10_000))
     port = free_port()
     ranks = [start_rank(tmp_path, rank, slurm_variables(rank, port)) for rank in range(2)]
-    wait_for(lambda: (tmp_path / "out/compute/step-1").exists(), "training has begun", 60)
+    wait_for((tmp_path / "out/compute/step-1").exists, "training has begun", 60)
     ranks[0].send_signal(signal.SIGINT)
     first, second = finish(ranks, timeout_s=60)
     assert (first[0], second[0]) == (130, 130), first[2]
