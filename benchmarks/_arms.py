@@ -16,8 +16,9 @@ from wirespeed.spec.comparison import StrategyOutcome
 from wirespeed.spec.strategy import Strategy
 from wirespeed.train.trace import RunDirective, decode_trace, write_directive
 from wirespeed.tune import compare
-from wirespeed.tune.loop import raise_unless_fine
-from wirespeed.tune.places import LabPlace, Watch, worker_command
+from wirespeed.tune.places import LabPlace, worker_command
+from wirespeed.tune.verdict import raise_unless_fine
+from wirespeed.tune.watch import Watch
 
 PEER_WORKER = str(Path(__file__).with_name("_peer_worker.py"))
 

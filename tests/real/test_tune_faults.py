@@ -11,12 +11,12 @@ import pytest
 from tune_scripts import Quiet, assert_nothing_left, plain, processes_naming, shaped, wait_for, write_script
 
 from wirespeed.cli.main import main
-from wirespeed.errors import MissingCapability, PeerFailure, WorkloadFailure
+from wirespeed.errors import MissingCapability, PeerFailure, UsageError, WorkloadFailure
 from wirespeed.plan.workloads import write_workload
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 from wirespeed.tune.loop import TuneOptions, Tuning
 from wirespeed.tune.places import LoopbackPlace
-from wirespeed.tune.watch import Watch
+from wirespeed.tune.watch import Tails, Watch
 
 
 def probe(tmp_path, text, *, num_ranks=2, on_step=None, **options):
@@ -308,3 +308,27 @@ LoopbackPlace(2, why="a test").run([sys.executable, {str(script)!r}], env={{}}, 
     owner.kill()
     owner.wait()
     assert_nothing_left(tmp_path)
+
+
+def test_two_tunings_never_share_a_folder(tmp_path):
+    script = write_script(tmp_path, "raise SystemExit(3)")
+    options = TuneOptions(script=str(script), out=tmp_path / "out")
+    first, second = (Tuning(options=options, place=LoopbackPlace(1, why="a test"), progress=Quiet()) for _ in range(2))
+    with pytest.raises(WorkloadFailure, match="with exit code 3"):
+        first.run()
+    with pytest.raises(UsageError, match="another tuning is writing"):
+        second.run()
+    os.close(first._out_handle)
+    os.close(second._out_handle)
+
+
+def test_a_script_that_prints_without_end_does_not_fill_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("wirespeed.tune.watch.MAX_LOG_BYTES", 10_000)
+    tails = Tails(tmp_path / "log.txt", range(1))
+    for number in range(1000):
+        tails.add(0, "stdout", f"{number:0100d}")
+    assert tails.close()[0][-1].endswith("999"), "the last words are known all the same"
+    # 100 lines of 100 bytes reach the limit, and the one after them passes it.
+    assert (tmp_path / "log.txt").read_text().splitlines()[101:] == [
+        "[0] wirespeed: the log ends here, after 10000 bytes"
+    ]

@@ -40,7 +40,7 @@ def loss_of(model, step):
 LOOP = """\
 ddp = DDP(net)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-for step in range(1, 101):
+for step in range(1, NUM):
     AT_STEP
     loss = loss_of(ddp, step)
     optimizer.zero_grad()
@@ -49,9 +49,9 @@ for step in range(1, 101):
 """
 
 
-def plain(at_step: str = "pass") -> str:
+def plain(at_step: str = "pass", *, num_steps: int = 100) -> str:
     """An ordinary script; ``at_step`` is a statement at the beginning of every step."""
-    return SETUP + LOOP.replace("AT_STEP", at_step)
+    return SETUP + LOOP.replace("AT_STEP", at_step).replace("NUM", str(num_steps + 1))
 
 
 def shaped(body: str) -> str:

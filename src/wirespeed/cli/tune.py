@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
@@ -199,9 +200,9 @@ def _show(record: TuneRecord, options: TuneOptions, *, as_json: bool) -> None:
         return
     console = render.stdout_console()
     link = record.fabric.link_bit_per_s
-    rate = "unknown" if link is None else format_rate(link)
+    measured = "" if link is None else f", link {format_rate(link)} measured"
     for line in (
-        f"{record.script} on {record.fabric.description}, {record.fabric.num_ranks} ranks, link {rate} measured",
+        f"{record.script} on {record.fabric.description}, {record.fabric.num_ranks} ranks{measured}",
         comparison_table(record, width=console.width),
         f'report: {page}   use it: attach(..., strategy="{options.out / "strategy.toml"}")',
     ):
@@ -224,6 +225,8 @@ def _find_place(lab: str | None, display: Display) -> Place:
         )
     from wirespeed.lab import Lab, LabSpec, why_unavailable
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError("got --lab under torchrun", expected="one of them", hint="a lab starts its ranks itself")
     spec = LabSpec.parse(lab)
     if spec.hosts < 2:
         raise UsageError(f"got --lab {lab!r}: one host", expected="at least two", hint="one has nothing to exchange")

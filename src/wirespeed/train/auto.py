@@ -128,8 +128,9 @@ class Chooser:
         if session.rank == 0:
             try:
                 content = msgspec.json.encode(decide())
-            except DataError as fault:
-                content = msgspec.json.encode(Decision(strategy=self._dense, reason=f"dense: cannot predict: {fault}"))
+            except Exception as fault:  # whatever it is: the others wait for a decision, and would wait for ever
+                reason = f"dense: cannot predict: {type(fault).__name__}: {fault}"
+                content = msgspec.json.encode(Decision(strategy=self._dense, reason=reason))
         return msgspec.json.decode(_broadcast(content, session), type=Decision)
 
     def _measure_fabric(self) -> Fabric | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 BEAT_S = 1.0
-SILENT_S = 30.0
+SILENT_S = 20.0
 JOIN_S = 2.0
 
 

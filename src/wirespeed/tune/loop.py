@@ -8,6 +8,8 @@ way there. 6. Compare, choose, write. Predictions are made before any strategy r
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,9 +31,9 @@ from wirespeed.spec.comparison import MeasuredFabric, StrategyOutcome, TuneRecor
 from wirespeed.spec.prediction import Prediction
 from wirespeed.spec.strategy import DEFAULT_BUCKET_BYTES, Fidelity, Strategy, StrategyFile, strategy_text
 from wirespeed.spec.workload import TrainingWorkload
-from wirespeed.train.report import breakdown_of, mean_breakdown
 from wirespeed.train.trace import RunDirective, RunTrace, decode_trace, write_directive
 from wirespeed.tune import compare, survey
+from wirespeed.tune.compute import workload_of
 from wirespeed.tune.places import LOG, Place, worker_command
 from wirespeed.tune.verdict import last_words, raise_unless_fine
 from wirespeed.tune.watch import Watch
@@ -94,12 +96,15 @@ class Tuning:
     num_steps: int = 0
     target: float | None = None
     is_complete: bool = False
+    _out_handle: int = -1
+    """Locks the folder for as long as this program runs; a lock on the folder itself leaves no file."""
 
     # ------------------------------------------------------------ phases
 
     def run(self) -> TuneRecord:
         """All phases. On an interruption ``record()`` still tells what was measured."""
         self.check(self.options)
+        self._hold_out()
         self.probe()  # before the survey: what is wrong with a script shows at once
         self.survey()
         self.predict()
@@ -173,7 +178,12 @@ class Tuning:
                 is_silent=True,
             )
         )
-        self.workload = workload_of(traces, self.place)
+        self.workload = workload_of(
+            traces,
+            num_ranks=self.place.num_ranks,
+            ranks_per_host=self.place.ranks_per_host,
+            cpus_per_rank=self.place.cpus_per_rank,
+        )
 
     def predict(self) -> None:
         """Predict every strategy that may be of interest, from the survey and the probe."""
@@ -303,13 +313,17 @@ class Tuning:
             stall_timeout_s=options.stall_timeout_s,
             on_progress=self.progress.advance,
         )
-        end = self.place.run(
-            worker_command("wirespeed.tune.worker", options.script, *options.arguments),
-            env={"WIRESPEED_RUN": str(path.resolve()), "PYTHONHASHSEED": str(options.seed), "WIRESPEED_OFF": ""},
-            folder=Path(directive.folder),
-            watch=watch,
-            timeout_s=max(600.0, 4 * options.budget_s),
-        )
+        try:
+            end = self.place.run(
+                worker_command("wirespeed.tune.worker", options.script, *options.arguments),
+                env={"WIRESPEED_RUN": str(path.resolve()), "PYTHONHASHSEED": str(options.seed), "WIRESPEED_OFF": ""},
+                folder=Path(directive.folder),
+                watch=watch,
+                timeout_s=max(600.0, 4 * options.budget_s),
+            )
+        finally:
+            for left in Path(directive.folder).glob(".trace-*"):  # a rank was ended while it wrote its trace
+                left.unlink(missing_ok=True)
         traces = []
         for rank in range(self.place.num_ranks):
             held = directive.trace_path(rank)
@@ -317,6 +331,18 @@ class Tuning:
                 traces.append(decode_trace(held.read_bytes(), source=str(held)))
         raise_unless_fine(end, traces, self.place.num_ranks, options.script, log)
         return traces
+
+    def _hold_out(self) -> None:
+        """Refuse the folder of a tuning that still runs: the two would read each other's traces."""
+        self._out_handle = os.open(self.options.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._out_handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as fault:
+            raise UsageError(
+                f"another tuning is writing to {self.options.out}", hint="name another folder with --out"
+            ) from fault
+        except OSError:  # a file system without locks
+            return
 
     def _folder(self, name: str) -> Path:
         folder = (self.options.out / name).resolve()
@@ -363,26 +389,3 @@ def candidates(predictions: Sequence[Prediction], wanted: tuple[Strategy, ...] |
             best[key] = prediction
     promising = [p for p in best.values() if p.step_s < baseline.step_s * (1 - compare.MARGIN)]
     return sorted(promising, key=lambda p: p.step_s)
-
-
-def workload_of(traces: Sequence[RunTrace], place: Place) -> TrainingWorkload:
-    """One rank's step without communication, from a silent run: means over ranks of medians over steps."""
-    parts = [b for b in (breakdown_of(t.steps) for t in traces) if b is not None]
-    if not parts or not traces[0].gradients:
-        raise WorkloadFailure(
-            "the probe saw no gradients", hint="does the script call backward() and optimizer.step()?"
-        )
-    mean = mean_breakdown(parts)
-    last_s = traces[0].gradients[-1].ready_s
-    scale = mean.backward_s / last_s if last_s > 0 else 1.0
-    return TrainingWorkload(
-        gradients=tuple(msgspec.structs.replace(g, ready_s=g.ready_s * min(scale, 1.0)) for g in traces[0].gradients),
-        forward_s=mean.forward_s,
-        backward_s=mean.backward_s,
-        optimizer_s=mean.optimizer_s,
-        data_s=mean.data_s,
-        other_s=mean.other_s + mean.exposed_s,
-        num_ranks=place.num_ranks,
-        ranks_per_host=place.ranks_per_host,
-        cpus_per_rank=place.cpus_per_rank,
-    )

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TAIL_LINES = 40
+MAX_LOG_BYTES = 64 * 1024**2
+"""Of one run: a script that prints without end shall not fill the disk."""
 
 
 @dataclass(kw_only=True)
@@ -98,6 +100,7 @@ class Tails:
         self._lock = threading.Lock()
         self.lines = {rank: deque[str](maxlen=TAIL_LINES) for rank in ranks}
         self.problem: str | None = None
+        self._num_bytes = 0
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             self._stream = log.open("w", encoding="utf-8", errors="replace")
@@ -111,8 +114,14 @@ class Tails:
             self.lines[rank].append(line)
             if self.problem is not None or self._stream.closed:
                 return
+            if self._num_bytes > MAX_LOG_BYTES:
+                return
+            self._num_bytes += len(line)
+            text = f"[{rank}] {line}\n"
+            if self._num_bytes > MAX_LOG_BYTES:
+                text += f"[{rank}] wirespeed: the log ends here, after {MAX_LOG_BYTES} bytes\n"
             try:
-                self._stream.write(f"[{rank}] {line}\n")
+                self._stream.write(text)
                 self._stream.flush()
             except OSError as fault:
                 self.problem = f"cannot write {self._log}: {fault.strerror or fault}"

@@ -204,8 +204,9 @@ def main(arguments: list[str]) -> int:
         code = fault.exit_code if isinstance(fault, WirespeedError) else 1
         error = f"{type(fault).__name__}: {fault}"
     write_trace(directive, run.trace(error=error))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):  # the script may have closed it
+            stream.flush()
     if code == 0 and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.barrier()
