@@ -83,10 +83,10 @@ def test_lab_names_come_before_the_systems_in_the_hosts_file() -> None:
 
 @pytest.mark.parametrize(
     ("rate_bit_per_s", "burst_bytes", "segment_bytes"),
-    [(1e9, 32750, 16384), (100e6, 16384, 15564), (10e6, 4542, 4314), (64e3, 4542, 4314), (10e9, 327500, 16384)],
+    [(1e9, 65500, 32750), (100e6, 16384, 15564), (10e6, 4542, 4314), (64e3, 4542, 4314), (10e9, 655000, 65536)],
 )
 def test_the_burst_follows_the_rate(rate_bit_per_s: float, burst_bytes: int, segment_bytes: int) -> None:
-    # 1 Gbit/s: 125e6 B/s x 262 us; 100 Mbit/s and somewhat below: 16 KiB; lowest: three frames of 1514 B.
+    # 1 Gbit/s: 125e6 B/s x 524 us, segments of half; 100 Mbit/s and somewhat below: 16 KiB; lowest: three frames of 1514 B.
     shape = shape_of(rate_bit_per_s)
     assert (shape.burst_bytes, shape.segment_bytes) == (burst_bytes, segment_bytes)
     assert shape.queue_bytes >= max(rate_bit_per_s / 8 * 0.05, 128 * 1024) - 1
