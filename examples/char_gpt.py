@@ -157,7 +157,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seq", type=int, default=16, help="bytes per window")
-    parser.add_argument("--batch", type=int, default=2, help="windows per rank and step")
+    parser.add_argument("--batch", type=int, default=1, help="windows per rank and step")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--warmup", type=int, default=30, help="steps over which the learning rate rises")
     parser.add_argument("--seed", type=int, default=0)
