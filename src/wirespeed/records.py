@@ -77,7 +77,8 @@ class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
     """Timed runs of one collective at one size. ``times_s``: per run, the slowest rank.
 
     ``cpu_s`` is the CPU time of one rank per run, on average: what its machine was busy, the kernel's work on packets
-    included, over the ranks on that machine. ``dtype`` is that of the elements summed ("uint8" where bytes are only moved): gloo sums fp16 slower than fp32.
+    included, over the ranks on that machine. ``dtype`` is that of the elements summed ("uint8" where bytes are only
+    moved): gloo sums fp16 slower than fp32.
     """
 
     collective: Collective

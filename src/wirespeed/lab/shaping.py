@@ -45,8 +45,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 def shape_of(rate_bit_per_s: float) -> Shape:
     """Burst, largest segment and queue for a rate.
 
-    524 us of the rate as the burst, but 16 KiB down to 100 Mbit/s and 1.3 ms of the rate below, never under
-    three frames. Segments of half a burst, or of a whole one where that is 16 KiB or less. The queue holds 50 ms, as a switch with deep buffers does.
+    524 us of the rate as the burst, but 16 KiB down to 100 Mbit/s and 1.3 ms of the rate below, never under three
+    frames. Segments of half a burst, or of a whole one where that is 16 KiB or less. The queue holds 50 ms, as a switch
+    with deep buffers does.
     """
     rate = round(rate_bit_per_s / 8)
     burst = max(rate * 524e-6, min(16384.0, rate * 1311e-6), 3 * _FRAME_BYTES)
