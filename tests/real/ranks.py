@@ -53,13 +53,23 @@ def report(**values):
 dist.init_process_group("gloo")
 """
 
+ENDING = """
+
+# What is tested ends here. Under gloo a process that still holds a group can abort while the interpreter is taken down.
+sys.stdout.flush()
+sys.stderr.flush()
+if dist.is_initialized():
+    dist.destroy_process_group()
+os._exit(0)
+"""
+
 
 def run_program(
     program: str, tmp_path: Path, *, num_ranks: int = 2, env: dict[str, str] | None = None, timeout_s: float = 120.0
 ) -> tuple[RunEnd, list[dict]]:
     """Run ``PREAMBLE`` and the program on every rank. Gives how it ended, and what each rank reported."""
     script = tmp_path / "program.py"
-    script.write_text(PREAMBLE + textwrap.dedent(program))
+    script.write_text(PREAMBLE + textwrap.dedent(program) + ENDING)
     end = LoopbackPlace(num_ranks, why="a test").run(
         [sys.executable, str(script), str(tmp_path)], env=env or {}, folder=tmp_path, watch=None, timeout_s=timeout_s
     )

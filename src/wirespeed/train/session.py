@@ -6,7 +6,9 @@ straight to the process group as DDP itself would; the others go through ``Lanes
 
 # No postponed annotations here: DDP inspects the hook's annotations as objects.
 
+import atexit
 import contextlib
+import gc
 import os
 import warnings
 from collections import deque
@@ -148,6 +150,19 @@ class Session:
             self._counter.close()
             self._counter = None
         _SESSIONS.pop(id(self._ddp), None)
+
+    def release(self) -> None:
+        """Detach, and let go of the model and its process groups: nothing can be done with the session afterwards.
+
+        DDP's reducer holds its hook, the hook its session, and the session would hold DDP and its groups for ever; a
+        group that lives until the interpreter is taken down can abort there, when one of gloo's threads wants the GIL.
+        """
+        self.detach()
+        released: Any = self
+        released._ddp = released.group = released._optimizer = released._hook_reducer = None
+        self._hop_groups.clear()
+        self._begin_listeners.clear()
+        self._step_listeners.clear()
 
     # ---------------------------------------------------------------- switching
 
@@ -384,8 +399,16 @@ def start_session(
             hint="remove its register_comm_hook(...) call: the strategy takes its place",
         )
     session = Session(ddp, optimizer, strategy, is_silent=is_silent, is_inert=is_inert)
+    if not _SESSIONS:
+        atexit.register(_release_all)
     _SESSIONS[id(ddp)] = session
     return session
+
+
+def _release_all() -> None:
+    for session in list(_SESSIONS.values()):
+        session.release()
+    gc.collect()
 
 
 def exchange_bucket(state: Session, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
