@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 from lab_tools import processes_of, wait_until
 
 from wirespeed.lab import why_unavailable
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # The shell that started the tests in the background had Ctrl-C ignored for them, and so for all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
