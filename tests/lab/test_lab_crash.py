@@ -49,7 +49,7 @@ def finish(program: subprocess.Popen[str]) -> int:
 
 def test_kill_9_of_the_program_ends_its_lab_and_all_ranks(state_dir: Path) -> None:
     program = start(OWNER)
-    assert len(processes_of(state_dir)) == 5, "a keeper, two ranks and their children"
+    wait_until(lambda: len(processes_of(state_dir)) == 5, "a keeper, two ranks and their children", timeout_s=10)
     program.kill()
     finish(program)
     wait_until(lambda: not processes_of(state_dir), "keeper and ranks have ended", timeout_s=5)
