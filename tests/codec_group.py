@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import Strategy
+from wirespeed.spec.strategy import Shapes, Strategy, square_shape
 from wirespeed.train.codecs import KernelChoice, Message, make_codec
 
 CPU = torch.device("cpu")
@@ -26,11 +26,23 @@ class Sent:
 class Group:
     """``step`` averages one bucket over all ranks, in place; residuals and buffers live from step to step."""
 
-    def __init__(self, name: str, num_elements: int, num_ranks: int, kernels: KernelChoice = "torch") -> None:
+    def __init__(
+        self,
+        name: str,
+        num_elements: int,
+        num_ranks: int,
+        kernels: KernelChoice = "torch",
+        shapes: Shapes | None = None,
+    ) -> None:
         self.strategy = Strategy.parse(name)
         self.num_ranks = num_ranks
         self.codec = make_codec(self.strategy, kernels=kernels)
-        self.buffers: list[Any] = [self.codec.make_buffers(num_elements, num_ranks, CPU) for _ in range(num_ranks)]
+        self.states = [
+            torch.zeros(sum(self.codec.state_sizes(shapes or square_shape(num_elements)))) for _ in range(num_ranks)
+        ]
+        self.buffers: list[Any] = [
+            self.codec.make_buffers(num_elements, num_ranks, CPU, shapes=shapes, state_s=state) for state in self.states
+        ]
         self.residuals = [torch.zeros(num_elements) if self.codec.has_residual else None for _ in range(num_ranks)]
 
     def step(self, grads: list[Tensor]) -> list[list[Sent]]:

@@ -15,7 +15,7 @@ from wirespeed.train.codecs import has_numba, warm_up  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-NAMES = st.sampled_from(["dense", "half", "int8", "topk@0.01%", "topk@1%", "topk@7%", "topk@50%"])
+NAMES = st.sampled_from(["dense", "half", "int8", "topk@0.01%", "topk@1%", "topk@7%", "topk@50%", "lowrank@4"])
 WITH_FEEDBACK = st.sampled_from(["int8", "topk@0.01%", "topk@1%", "topk@7%", "topk@50%"])
 RANKS = st.integers(1, 8)
 ELEMENTS = st.one_of(

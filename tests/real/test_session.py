@@ -3,7 +3,7 @@
 import pytest
 from ranks import fine, run_program
 
-STRATEGIES = ["dense", "half", "int8", "topk@5%", "int8/64KiB"]
+STRATEGIES = ["dense", "half", "int8", "topk@5%", "lowrank@4", "int8/64KiB"]
 
 TRAIN = """
 def train(strategy, steps=8, **ddp_options):
@@ -114,7 +114,7 @@ def test_all_ranks_switch_together_and_go_on_agreeing(tmp_path):
         ddp = DDP(model)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         session = wirespeed.train.attach(ddp, optimizer, strategy="dense")
-        names = ["dense", "int8/64KiB", "topk@5%", "half", "dense"]
+        names = ["dense", "int8/64KiB", "topk@5%", "half", "lowrank@2", "dense"]
         for step in range(15):
             session.switch(Strategy.parse(names[step // 3])) if step % 3 == 0 else None
             x, y = batch(step)
@@ -129,15 +129,17 @@ def test_all_ranks_switch_together_and_go_on_agreeing(tmp_path):
     assert all(r == {"agree": True, "steps": 15} for r in results)
 
 
-def test_a_checkpoint_resumes_bit_by_bit(tmp_path):
+@pytest.mark.parametrize("strategy", ["half", "int8", "topk@5%", "lowrank@2"])
+def test_a_checkpoint_resumes_bit_by_bit(strategy, tmp_path):
     results = fine(
+        f"strategy = {strategy!r}"
         """
         def start():
             model = make_model()
             # Buckets that never change: int8 blocks then begin at the same elements before and after.
             ddp = DDP(model, find_unused_parameters=True)
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-            return model, ddp, optimizer, wirespeed.train.attach(ddp, optimizer, strategy="int8")
+            return model, ddp, optimizer, wirespeed.train.attach(ddp, optimizer, strategy=strategy)
 
         def steps(ddp, optimizer, numbers):
             for step in numbers:

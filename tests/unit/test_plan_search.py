@@ -71,7 +71,7 @@ class TestSpace:
         workload = gigabit_workload()
         assert {s.codec for s in legal_strategies(workload, "exact")} == {"dense"}
         assert {s.codec for s in legal_strategies(workload, "half")} == {"dense", "half"}
-        assert {s.codec for s in legal_strategies(workload, "compressed")} == {"dense", "half", "int8"}
+        assert {s.codec for s in legal_strategies(workload, "compressed")} == {"dense", "half", "int8", "lowrank"}
         assert {s.ratio for s in legal_strategies(workload, "lossy")} == {None, 0.01, 0.02, 0.05, 0.1}
 
     def test_the_default_strategy_comes_first_and_none_twice(self):
@@ -105,7 +105,8 @@ class TestSearch:
     def test_what_cannot_be_predicted_is_named_with_the_reason(self):
         found = search(gigabit_workload(), gigabit_fabric(codecs=("half",)), "compressed")
         assert {p.strategy.codec for p in found.predictions} == {"dense", "half"}
-        assert all(name.startswith("int8") and "bench codecs" in why for name, why in found.skipped.items())
+        assert {name.partition("/")[0] for name in found.skipped} == {"int8", "lowrank@4", "lowrank@8"}
+        assert all("bench codecs" in why for name, why in found.skipped.items())
         assert found.skipped
 
     def test_nothing_predictable_is_an_error(self):

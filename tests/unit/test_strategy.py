@@ -30,8 +30,9 @@ from wirespeed.spec.strategy import (
 def any_strategy(draw: st.DrawFn) -> Strategy:
     codec = draw(st.sampled_from(CODECS))
     ratio = draw(st.floats(min_value=1 / TOPK_CHUNK, max_value=0.5)) if codec == "topk" else None
+    matrix_rank = draw(st.integers(1, 256)) if codec == "lowrank" else None
     bucket = draw(st.one_of(st.just(DEFAULT_BUCKET_BYTES), st.integers(min_value=1024, max_value=2**40)))
-    return Strategy(codec=codec, ratio=ratio, bucket_bytes=bucket)
+    return Strategy(codec=codec, ratio=ratio, matrix_rank=matrix_rank, bucket_bytes=bucket)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +88,8 @@ def test_fidelity_allows_itself_and_what_is_more_faithful():
     assert allowed == {
         "exact": ["dense"],
         "half": ["dense", "half"],
-        "compressed": ["dense", "half", "int8"],
-        "lossy": ["dense", "half", "int8", "topk"],
+        "compressed": ["dense", "half", "int8", "lowrank"],
+        "lossy": ["dense", "half", "int8", "lowrank", "topk"],
     }
 
 
@@ -125,6 +126,10 @@ def test_one_rank_sends_nothing(strategy: Strategy, num_elements: int):
 
 @given(any_strategy(), st.integers(min_value=1, max_value=10**7), st.integers(2, 64), st.integers(0, 10**6))
 def test_more_elements_never_take_fewer_bytes(strategy: Strategy, num_elements: int, num_ranks: int, more: int):
+    if strategy.codec == "lowrank":  # its bytes follow the matrix's sides: 13 x 13 takes fewer than 10 x 10 and 4 more
+        dense = Strategy(bucket_bytes=strategy.bucket_bytes)
+        assert 0 < strategy.wire_bytes(num_elements, num_ranks) <= dense.wire_bytes(num_elements, num_ranks)
+        return
     assert strategy.wire_bytes(num_elements + more, num_ranks) >= strategy.wire_bytes(num_elements, num_ranks) > 0
 
 

@@ -15,6 +15,7 @@ from wirespeed.units import MIB
 
 BUCKET_SIZES_BYTES = (1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, DEFAULT_BUCKET_BYTES, 50 * MIB, 100 * MIB)
 TOPK_RATIOS = (0.01, 0.02, 0.05, 0.1)
+LOWRANK_RANKS = (2, 4, 8)
 
 
 def legal_strategies(
@@ -24,6 +25,7 @@ def legal_strategies(
     codecs: Sequence[CodecName] = CODECS,
     bucket_sizes_bytes: Sequence[int] = BUCKET_SIZES_BYTES,
     ratios: Sequence[float] = TOPK_RATIOS,
+    matrix_ranks: Sequence[int] = LOWRANK_RANKS,
 ) -> tuple[Strategy, ...]:
     """Strategies at least as faithful as ``fidelity``, most faithful first, and always the default, dense."""
     if fidelity not in FIDELITIES:
@@ -32,7 +34,10 @@ def legal_strategies(
     found = [Strategy()]
     for codec in codecs:
         for ratio in ratios if codec == "topk" else (None,):
-            found += [Strategy(codec=codec, ratio=ratio, bucket_bytes=size) for size in sizes]
+            for matrix_rank in matrix_ranks if codec == "lowrank" else (None,):
+                found += [
+                    Strategy(codec=codec, ratio=ratio, matrix_rank=matrix_rank, bucket_bytes=size) for size in sizes
+                ]
     return tuple(dict.fromkeys(strategy for strategy in found if strategy.allows(fidelity)))
 
 

@@ -30,6 +30,7 @@ STAGES: dict[CodecName, tuple[str, ...]] = {
     "dense": ("encode", "decode"),
     "half": ("encode", "decode"),
     "int8": ("encode", "reduce", "decode"),
+    "lowrank": ("encode", "decode"),
     "topk": ("encode", "decode"),
 }
 """The local stages of each codec's exchange: one more than it has transfers."""
@@ -39,10 +40,11 @@ DENSE_IN_FLIGHT = 2
 
 
 class Bucket(NamedTuple):
-    """Gradients that are exchanged together; ready when the last of them is."""
+    """Gradients that are exchanged together; ready when the last of them is. ``shapes`` None: not all are known."""
 
     num_elements: int
     ready_s: float
+    shapes: tuple[tuple[int, ...], ...] | None = None
 
 
 class StepTimeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,13 +79,15 @@ def fill_buckets(
     limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if first_bucket_bytes is None else first_bucket_bytes
     buckets = []
     held = 0
+    shapes: list[tuple[int, ...]] = []
     for gradient in gradients:
         held += gradient.num_elements
+        shapes.append(gradient.shape)
         if held * BYTES_PER_ELEMENT >= limit:
-            buckets.append(Bucket(held, gradient.ready_s))
-            held, limit = 0, bucket_bytes
+            buckets.append(Bucket(held, gradient.ready_s, tuple(shapes) if all(shapes) else None))
+            held, limit, shapes = 0, bucket_bytes, []
     if held:
-        buckets.append(Bucket(held, gradients[-1].ready_s))
+        buckets.append(Bucket(held, gradients[-1].ready_s, tuple(shapes) if all(shapes) else None))
     return tuple(buckets)
 
 
@@ -104,11 +108,12 @@ def simulate_step(
     exchanges: list[Exchange] = []
     codec_s = wire_s = bound_s = 0.0
     is_in_range = True
-    priced: dict[int, tuple[Exchange, float, float, float, bool]] = {}
+    priced: dict[tuple[object, ...], tuple[Exchange, float, float, float, bool]] = {}
     for bucket in buckets:
-        found = priced.get(bucket.num_elements)
+        key = (bucket.num_elements, bucket.shapes)
+        found = priced.get(key)
         if found is None:
-            found = priced[bucket.num_elements] = _price(strategy, bucket.num_elements, workload.num_ranks, costs)
+            found = priced[key] = _price(strategy, bucket, workload.num_ranks, costs)
         exchanges.append(found[0])
         codec_s += found[1]
         wire_s += found[2]
@@ -143,13 +148,13 @@ def simulate_step(
 
 
 def _price(
-    strategy: Strategy, num_elements: int, num_ranks: int, costs: StepCosts
+    strategy: Strategy, bucket: Bucket, num_ranks: int, costs: StepCosts
 ) -> tuple[Exchange, float, float, float, bool]:
     """The exchange of one bucket, and its codec seconds, wire seconds, lower bound and whether curves cover it."""
-    transfers = [costs.transfer(t) for t in strategy.transfers(num_elements, num_ranks)]
+    transfers = [costs.transfer(t) for t in strategy.transfers(bucket.num_elements, num_ranks, bucket.shapes)]
     if not transfers:
         return Exchange((0.0,), ()), 0.0, 0.0, 0.0, True
-    size_bytes = num_elements * BYTES_PER_ELEMENT
+    size_bytes = bucket.num_elements * BYTES_PER_ELEMENT
     stages = [costs.stage(strategy, stage, size_bytes) for stage in STAGES[strategy.codec]]
     return (
         Exchange(
@@ -206,7 +211,7 @@ def predict_step(
         codec_s=timeline.codec_s,
         wire_s=timeline.wire_s,
         exposed_s=timeline.exposed_s,
-        wire_bytes=sum(strategy.wire_bytes(bucket.num_elements, workload.num_ranks) for bucket in timeline.buckets),
+        wire_bytes=sum(strategy.wire_bytes(b.num_elements, workload.num_ranks, b.shapes) for b in timeline.buckets),
         lower_bound_s=timeline.lower_bound_s,
         binding=binding,
         is_in_range=timeline.is_in_range,

@@ -7,6 +7,7 @@ that really cross an interface and holds them against ``wire_bytes``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -15,7 +16,7 @@ from wirespeed.errors import DataError, UsageError
 from wirespeed.records import Collective
 from wirespeed.units import GIB, KIB, MIB, parse_ratio, parse_size
 
-CodecName = Literal["dense", "half", "int8", "topk"]
+CodecName = Literal["dense", "half", "int8", "lowrank", "topk"]
 Topology = Literal["flat"]
 Schedule = Literal["every_step"]
 Fidelity = Literal["exact", "half", "compressed", "lossy"]
@@ -30,8 +31,16 @@ INT8_BLOCK = 1024
 TOPK_CHUNK = 16384
 """Elements per top-k chunk: fixed k per chunk gives static shapes, and 16-bit indices address it."""
 TOPK_RATIO = 0.01
+LOWRANK_RANK = 4
+MAX_LOWRANK_RANK = 256
+FAITHFUL_LOWRANK_RANK = 4
+"""Of this matrix rank and above, quality is measured equal (benchmarks/quality.py); below it may differ."""
 BYTES_PER_ELEMENT = 4
 """Gradients are fp32 where they are reduced."""
+
+
+Shapes = Sequence[tuple[int, ...]]
+"""Shapes of a bucket's tensors, in the order in which they lie in it."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +55,8 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Codec x topology x schedule x bucket size.
 
-    ``ratio`` is the share of entries that top-k sends, and None for every other codec.
-    ``bucket_bytes`` is counted in fp32 gradient, as DDP's ``bucket_cap_mb`` counts it.
+    ``ratio`` is the share of entries that top-k sends, ``matrix_rank`` the columns of low-rank's factors; each is None
+    for every other codec. ``bucket_bytes`` is counted in fp32 gradient, as DDP's ``bucket_cap_mb`` counts it.
     """
 
     codec: CodecName = "dense"
@@ -55,6 +64,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     schedule: Schedule = "every_step"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     ratio: float | None = None
+    matrix_rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1024:
@@ -69,11 +79,20 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
         elif self.ratio is not None:
             raise UsageError(f"got a ratio for codec {self.codec!r}", expected="a ratio only for topk")
+        if self.codec == "lowrank":
+            if self.matrix_rank is None:
+                msgspec.structs.force_setattr(self, "matrix_rank", LOWRANK_RANK)
+            elif not 1 <= self.matrix_rank <= MAX_LOWRANK_RANK:
+                raise UsageError(f"got matrix rank {self.matrix_rank}", expected=f"1 to {MAX_LOWRANK_RANK}")
+        elif self.matrix_rank is not None:
+            raise UsageError(f"got a matrix rank for codec {self.codec!r}", expected="a matrix rank only for lowrank")
 
     @property
     def name(self) -> str:
-        """Short and unique, such as ``int8``, ``topk@1%`` or ``half/4MiB``; ``parse`` reads it back."""
+        """Short and unique, such as ``int8``, ``topk@1%``, ``lowrank@4`` or ``half/4MiB``; ``parse`` reads it back."""
         text: str = self.codec
+        if self.matrix_rank is not None:
+            text += f"@{self.matrix_rank}"
         if self.ratio is not None:
             text += "@" + _ratio_text(self.ratio)
         if self.bucket_bytes != DEFAULT_BUCKET_BYTES:
@@ -83,21 +102,27 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def fidelity(self) -> Fidelity:
         """What happens to the gradient on the way."""
+        if self.matrix_rank is not None and self.matrix_rank < FAITHFUL_LOWRANK_RANK:
+            return "lossy"
         return _FIDELITY[self.codec]
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read ``CODEC[@RATIO][/BUCKET]``, such as ``topk@2%/8MiB``."""
+        """Read ``CODEC[@PARAMETER][/BUCKET]``, such as ``topk@2%/8MiB`` or ``lowrank@4``."""
         head, slash, bucket = text.strip().partition("/")
-        codec, at, ratio = head.partition("@")
+        codec, at, parameter = head.partition("@")
         if codec not in CODECS:
             raise UsageError(
                 f"got strategy {text!r}",
-                expected=f"CODEC[@RATIO][/BUCKET] with CODEC one of {', '.join(CODECS)}",
+                expected=f"CODEC[@RATIO or @RANK][/BUCKET] with CODEC one of {', '.join(CODECS)}",
             )
+        is_rank = codec == "lowrank" and bool(at)
+        if is_rank and not parameter.isdecimal():
+            raise UsageError(f"got matrix rank {parameter!r} in {text!r}", expected="a whole number, as in lowrank@4")
         return cls(
             codec=codec,
-            ratio=parse_ratio(ratio) if at else None,
+            ratio=parse_ratio(parameter) if at and not is_rank else None,
+            matrix_rank=int(parameter) if is_rank else None,
             bucket_bytes=parse_size(bucket) if slash else DEFAULT_BUCKET_BYTES,
         )
 
@@ -105,8 +130,12 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Whether this strategy is at least as faithful as ``fidelity``."""
         return FIDELITIES.index(self.fidelity) <= FIDELITIES.index(fidelity)
 
-    def transfers(self, num_elements: int, num_ranks: int) -> tuple[Transfer, ...]:
-        """The collectives that one bucket of ``num_elements`` needs among ``num_ranks``, in order."""
+    def transfers(self, num_elements: int, num_ranks: int, shapes: Shapes | None = None) -> tuple[Transfer, ...]:
+        """The collectives that one bucket of ``num_elements`` needs among ``num_ranks``, in order.
+
+        ``shapes`` of its tensors matter to low-rank alone, whose messages alternate between two sizes: the mean of both
+        is given. None is taken for one square matrix.
+        """
         if num_ranks < 2 or num_elements == 0:
             return ()
         match self.codec:
@@ -126,12 +155,15 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 assert self.ratio is not None
                 size = num_ranks * topk_payload_bytes(num_elements, self.ratio)
                 return (Transfer(collective="all_gather", size_bytes=size),)
+            case "lowrank":
+                assert self.matrix_rank is not None
+                size = lowrank_payload_bytes(num_elements, self.matrix_rank, shapes)
+                return (Transfer(collective="all_reduce", size_bytes=size, dtype="float32"),)
 
-    def wire_bytes(self, num_elements: int, num_ranks: int) -> int:
+    def wire_bytes(self, num_elements: int, num_ranks: int, shapes: Shapes | None = None) -> int:
         """Payload bytes that one rank sends for one bucket. Headers come on top."""
-        return round(
-            sum(t.size_bytes * bus_factor(t.collective, num_ranks) for t in self.transfers(num_elements, num_ranks))
-        )
+        transfers = self.transfers(num_elements, num_ranks, shapes)
+        return round(sum(t.size_bytes * bus_factor(t.collective, num_ranks) for t in transfers))
 
 
 def _ratio_text(ratio: float) -> str:
@@ -152,6 +184,7 @@ _FIDELITY: dict[CodecName, Fidelity] = {
     "dense": "exact",
     "half": "half",
     "int8": "compressed",
+    "lowrank": "compressed",
     "topk": "lossy",
 }
 
@@ -187,6 +220,34 @@ def topk_payload_bytes(num_elements: int, ratio: float) -> int:
     whole, per_chunk, per_rest = topk_counts(num_elements, ratio)
     num_chunks = whole + (per_rest > 0)
     return 4 * (whole * per_chunk + per_rest) + BYTES_PER_ELEMENT * num_chunks
+
+
+def lowrank_matrix(shape: tuple[int, ...], matrix_rank: int) -> tuple[int, int] | None:
+    """``(rows, columns)`` that low-rank makes of a tensor; None where it is sent as it is.
+
+    Rows are the first dimension, columns all others. Vectors stay as they are, and so do matrices whose two factors
+    together would not be smaller than a half of them.
+    """
+    if len(shape) < 2:
+        return None
+    rows, columns = shape[0], math.prod(shape[1:])
+    return (rows, columns) if 0 < 2 * matrix_rank * (rows + columns) <= rows * columns else None
+
+
+def square_shape(num_elements: int) -> Shapes:
+    """A square matrix and what is left over: stands for a bucket of which only the size is known."""
+    side = math.isqrt(num_elements)
+    rest = num_elements - side * side
+    return ((side, side), (rest,)) if rest else ((side, side),)
+
+
+def lowrank_payload_bytes(num_elements: int, matrix_rank: int, shapes: Shapes | None = None) -> int:
+    """What is summed for a bucket, on the mean of two steps: one factor of each matrix in turn, and all vectors."""
+    twice = 0
+    for shape in square_shape(num_elements) if shapes is None else shapes:
+        matrix = lowrank_matrix(shape, matrix_rank)
+        twice += 2 * math.prod(shape) if matrix is None else matrix_rank * sum(matrix)
+    return BYTES_PER_ELEMENT * twice // 2
 
 
 STRATEGY_SCHEMA = 1

@@ -18,11 +18,22 @@ Origin = Literal["measured", "declared", "assumed"]
 
 
 class GradientTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """One gradient. ``ready_s`` counts from the start of backward, without any communication in the way."""
+    """One gradient. ``ready_s`` counts from the start of backward, without any communication in the way.
+
+    ``shape`` is empty where only the size is known.
+    """
 
     name: str
     num_elements: int
     ready_s: float
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.shape and math.prod(self.shape) != self.num_elements:
+            raise DataError(
+                f"gradient {self.name!r} has shape {self.shape} and {self.num_elements} elements",
+                expected="a shape of as many elements",
+            )
 
 
 class TrainingWorkload(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from hooks. Costs about 1 us per parameter and step; meant for a few probing ste
 
 from __future__ import annotations
 
+import math
 import time
 from statistics import median
 from typing import Any
@@ -19,7 +20,7 @@ class GradientTimes:
     """Notes the time of every gradient of ``module`` since the end of the last forward pass."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
+        self._shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
         self._began_s = time.perf_counter()
         self._current: dict[str, float] = {}
         self._seen: dict[str, list[float]] = {}
@@ -39,7 +40,12 @@ class GradientTimes:
         """The gradients in order, by median time; the first ``skip`` steps are left out when there are more."""
         ready = {name: median(times[skip:] or times) for name, times in self._seen.items()}
         return tuple(
-            GradientTensor(name=name, num_elements=self._sizes[name], ready_s=max(0.0, at))
+            GradientTensor(
+                name=name,
+                num_elements=math.prod(self._shapes[name]),
+                ready_s=max(0.0, at),
+                shape=self._shapes[name],
+            )
             for name, at in sorted(ready.items(), key=lambda item: item[1])
         )
 

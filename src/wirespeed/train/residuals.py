@@ -1,4 +1,4 @@
-"""Residuals: what error feedback holds back, keyed by parameter.
+"""Residuals: what error feedback holds back, keyed by parameter; and, likewise, what a codec has learned.
 
 DDP forms its buckets anew after the first step and whenever the bucket size changes, so a residual belongs to a
 parameter's name, never to a bucket's index. Inside a bucket the residuals lie side by side in one flat fp32 tensor, as
@@ -14,14 +14,18 @@ from wirespeed.errors import DataError
 
 
 class Residuals:
-    """Error-feedback state of one rank. Allocated bucket by bucket on first use: one fp32 copy of the gradients."""
+    """State of one rank by parameter, allocated bucket by bucket on first use. ``what`` names the values in errors.
 
-    def __init__(self) -> None:
+    For error feedback it comes to one fp32 copy of the gradients.
+    """
+
+    def __init__(self, what: str = "residual") -> None:
+        self._what = what
         self._flat: dict[tuple[str, ...], Tensor] = {}
         self._by_name: dict[str, Tensor] = {}
 
     def for_bucket(self, names: tuple[str, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
-        """The flat residual of a bucket holding these parameters in this order; kept values move with their names."""
+        """The flat values of a bucket holding these parameters in this order; kept values move with their names."""
         flat = self._flat.get(names)
         if flat is not None:
             return flat
@@ -31,7 +35,7 @@ class Residuals:
             if held is not None:
                 if held.numel() != view.numel():
                     raise DataError(
-                        f"the residual of {name!r} has {held.numel()} elements", expected=f"{view.numel()} elements"
+                        f"the {self._what} of {name!r} has {held.numel()} elements", expected=f"{view.numel()} elements"
                     )
                 view.copy_(held)
             self._by_name[name] = view
@@ -67,5 +71,5 @@ class Residuals:
         self.clear()
         for name, value in state.items():
             if value.dtype != torch.float32 or not bool(torch.isfinite(value).all()):
-                raise DataError(f"the residual of {name!r} is not finite fp32")
+                raise DataError(f"the {self._what} of {name!r} is not finite fp32")
             self._by_name[name] = value.detach().clone().flatten()

@@ -58,7 +58,8 @@ class Session:
         self.clock = StepClock(self.device)
         self._counter = self._open_counter()
         self._residuals = Residuals()
-        self._buffers: dict[tuple[str, int], Any] = {}
+        self._learned = Residuals("codec state")
+        self._buffers: dict[tuple[str, ...], Any] = {}
         self._hop_groups: list[dist.ProcessGroup] = []
         self._lanes: Lanes | None = None
         self._codec: Codec | None = None
@@ -119,6 +120,7 @@ class Session:
             "rank": self.rank,
             "num_steps": self.clock.num_steps,
             "residuals": self._residuals.state_dict(),
+            "learned": self._learned.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,6 +134,10 @@ class Session:
                 hint="residuals belong to a rank: load each rank's own state, with the same number of ranks",
             )
         self._residuals.load_state_dict(state["residuals"])
+        # What one codec has learned (low-rank's factors, half's scales) means nothing to another.
+        is_same_codec = state["strategy"].partition("/")[0] == self.strategy.name.partition("/")[0]
+        self._learned.load_state_dict(state.get("learned", {}) if is_same_codec else {})
+        self._buffers.clear()
 
     def detach(self) -> None:
         """Stop everything; the model goes on with plain dense averaging (DDP keeps its one communication hook)."""
@@ -145,6 +151,7 @@ class Session:
         self._codec = None
         self._is_silent = False
         self._residuals.clear()
+        self._learned.clear()
         self._buffers.clear()
         if self._counter is not None:
             self._counter.close()
@@ -174,6 +181,7 @@ class Session:
         if codec is None or not codec.has_residual:
             self._residuals.clear()
         self._codec = codec
+        self._learned.clear()
         self._buffers.clear()
         if bucket_bytes_of(self._ddp) != strategy.bucket_bytes and not rebucket(self._ddp, strategy.bucket_bytes):
             self._warn_once(
@@ -306,15 +314,24 @@ class Session:
         if codec is None or self._lanes is None:
             self._stated_bytes += Strategy().wire_bytes(num_elements, self.num_ranks) * buffer.element_size() // 4
             return self._all_reduce(buffer)
-        self._stated_bytes += self.strategy.wire_bytes(num_elements, self.num_ranks)
-        residual = self._residual_of(bucket) if codec.has_residual else None
+        parameters = bucket.parameters()
+        names = tuple(self._names[id(p)] for p in parameters)
+        shapes = tuple(tuple(p.shape) for p in parameters)
+        self._stated_bytes += self.strategy.wire_bytes(num_elements, self.num_ranks, shapes)
+        residual = (
+            self._residuals.for_bucket(names, tuple(p.numel() for p in parameters), self.device)
+            if codec.has_residual
+            else None
+        )
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
-        key = (f"bucket {bucket.index()}", num_elements)
-        buffers = self._buffers.get(key)
+        buffers = self._buffers.get(names)
         if buffers is None:
-            buffers = self._buffers[key] = codec.make_buffers(num_elements, self.num_ranks, buffer.device)
+            learned = self._learned.for_bucket(names, codec.state_sizes(shapes), self.device)
+            buffers = self._buffers[names] = codec.make_buffers(
+                num_elements, self.num_ranks, buffer.device, shapes=shapes, state_s=learned
+            )
         self._lanes.submit(
             Exchange(
                 bucket=bucket.index(),
@@ -330,11 +347,6 @@ class Session:
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
         return future
-
-    def _residual_of(self, bucket: GradBucket) -> torch.Tensor:
-        parameters = bucket.parameters()
-        names = tuple(self._names[id(p)] for p in parameters)
-        return self._residuals.for_bucket(names, tuple(p.numel() for p in parameters), self.device)
 
     def _bucket_done(self, exchange: Exchange) -> None:
         assert self._codec is not None

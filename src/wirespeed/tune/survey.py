@@ -19,6 +19,7 @@ from wirespeed import launch, records
 from wirespeed.errors import WirespeedError
 from wirespeed.measure.collectives import measure_collectives
 from wirespeed.measure.links import measure_links
+from wirespeed.plan.space import LOWRANK_RANKS, TOPK_RATIOS
 from wirespeed.records import Collective
 from wirespeed.spec.strategy import CODECS, Strategy
 from wirespeed.train.speed import measure_codecs
@@ -59,10 +60,11 @@ def needed_collectives(strategies: list[Strategy]) -> tuple[Collective, ...]:
 
 
 def default_strategies() -> tuple[Strategy, ...]:
-    """One of each codec, and the top-k ratios that are worth a look."""
-    ratios = (0.01, 0.02, 0.05, 0.1)
-    return tuple(Strategy(codec=c) for c in CODECS if c != "topk") + tuple(
-        Strategy(codec="topk", ratio=ratio) for ratio in ratios
+    """Each codec with every parameter that the search tries."""
+    return (
+        *(Strategy(codec=codec) for codec in CODECS if codec not in {"topk", "lowrank"}),
+        *(Strategy(codec="topk", ratio=ratio) for ratio in TOPK_RATIOS),
+        *(Strategy(codec="lowrank", matrix_rank=matrix_rank) for matrix_rank in LOWRANK_RANKS),
     )
 
 

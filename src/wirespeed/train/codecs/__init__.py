@@ -14,6 +14,7 @@ from wirespeed.train.codecs.dense import DenseCodec
 from wirespeed.train.codecs.half import HalfCodec
 from wirespeed.train.codecs.int8 import Int8Codec
 from wirespeed.train.codecs.kernels import KernelChoice, has_numba, kernels_for
+from wirespeed.train.codecs.lowrank import LowrankCodec
 from wirespeed.train.codecs.topk import TopkCodec
 
 __all__ = ["Codec", "KernelChoice", "Message", "has_numba", "kernels_for", "make_codec", "warm_up"]
@@ -22,8 +23,8 @@ __all__ = ["Codec", "KernelChoice", "Message", "has_numba", "kernels_for", "make
 def make_codec(strategy: Strategy, *, kernels: KernelChoice = "auto") -> Codec:
     """The codec of ``strategy``. "auto" runs compiled loops on the CPU where numba is installed, torch elsewhere.
 
-    Both kinds of kernels give equal bytes. Raises MissingCapability from ``make_buffers`` for "numba" without numba,
-    and UsageError for "numba" on another device than the CPU.
+    Both kinds of kernels give equal bytes; low-rank runs in torch whatever is chosen. Raises MissingCapability from
+    ``make_buffers`` for "numba" without numba, and UsageError for "numba" on another device than the CPU.
     """
     match strategy.codec:
         case "dense":
@@ -34,6 +35,8 @@ def make_codec(strategy: Strategy, *, kernels: KernelChoice = "auto") -> Codec:
             return Int8Codec(strategy, kernels)
         case "topk":
             return TopkCodec(strategy, kernels)
+        case "lowrank":
+            return LowrankCodec(strategy)
 
 
 def warm_up(*, kernels: KernelChoice = "auto", device: torch.device | None = None) -> None:

@@ -5,7 +5,7 @@ goes on when that collective has ended; after its last stage the averaged gradie
 it (the session's lanes, the speed measurement, a test with all ranks in one process) decides on threads, process groups
 and timing, so the code of a codec reads from top to bottom and holds none of these.
 
-Shape suffixes: n gradient elements of the bucket, N ranks, b bytes of a message.
+Shape suffixes: n gradient elements of the bucket, N ranks, b bytes of a message, s numbers of a codec's state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wirespeed.records import Collective
-from wirespeed.spec.strategy import Strategy
+from wirespeed.spec.strategy import Shapes, Strategy
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Message:
 
 
 class Codec(Protocol):
-    """One codec with its parameters. Stateless: buffers and residuals belong to the caller."""
+    """One codec with its parameters. Stateless: buffers, residuals and state belong to the caller."""
 
     strategy: Strategy
     stages: tuple[str, ...]
@@ -39,8 +39,24 @@ class Codec(Protocol):
     has_residual: bool
     """Whether it uses error feedback."""
 
-    def make_buffers(self, num_elements: int, num_ranks: int, device: torch.device) -> Any:
-        """Allocate what one bucket's exchange needs; reused every step, never shared by two exchanges in flight."""
+    def state_sizes(self, shapes: Shapes) -> tuple[int, ...]:
+        """Numbers that the codec learns from step to step, per tensor of a bucket; all 0 for most codecs."""
+        ...
+
+    def make_buffers(
+        self,
+        num_elements: int,
+        num_ranks: int,
+        device: torch.device,
+        *,
+        shapes: Shapes | None = None,
+        state_s: Tensor | None = None,
+    ) -> Any:
+        """Allocate what one bucket's exchange needs; reused every step, never shared by two exchanges in flight.
+
+        ``shapes`` of the bucket's tensors: None for one square matrix. ``state_s`` (fp32, ``state_sizes`` numbers,
+        zeros at first) is the caller's, who may save it and give it again; None: the buffers hold it themselves.
+        """
         ...
 
     def exchange(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import Strategy
+from wirespeed.spec.strategy import Shapes, Strategy
 from wirespeed.train.codecs.base import Message, average_alone
 
 
@@ -20,7 +20,19 @@ class DenseCodec:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
-    def make_buffers(self, num_elements: int, num_ranks: int, device: torch.device) -> None:
+    def state_sizes(self, shapes: Shapes) -> tuple[int, ...]:
+        """See ``Codec.state_sizes``: none."""
+        return (0,) * len(shapes)
+
+    def make_buffers(
+        self,
+        num_elements: int,
+        num_ranks: int,
+        device: torch.device,
+        *,
+        shapes: Shapes | None = None,
+        state_s: Tensor | None = None,
+    ) -> None:
         """Nothing: the gradient itself is the message."""
 
     def exchange(

@@ -7,8 +7,8 @@ first step only finds it, and until then works as plain fp16 would. inf and nan 
 the scale alone. It relies on all_reduce giving equal bytes to every rank, as gloo's and NCCL's do.
 
 What it can lose: entries that saturate (one rank's more than about 128 times the largest average of the last step), and
-averages 2^31 / N times smaller than the largest. The state is two numbers per bucket; without it (a resumed run) the
-first step finds the scale again.
+averages 2^31 / N times smaller than the largest. The state is two numbers per bucket; without it (another division into
+buckets) the first step finds the scale again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import Strategy
+from wirespeed.spec.strategy import Shapes, Strategy
 from wirespeed.train.codecs.base import Message, average_alone
 from wirespeed.train.codecs.kernels import HalfBuffers, KernelChoice, half_limit, kernels_for
 
@@ -33,15 +33,30 @@ class HalfCodec:
         self.strategy = strategy
         self._choice = kernels
 
-    def make_buffers(self, num_elements: int, num_ranks: int, device: torch.device) -> HalfBuffers:
+    def state_sizes(self, shapes: Shapes) -> tuple[int, ...]:
+        """See ``Codec.state_sizes``: room for a bucket's scale with every tensor that may come to stand first in one."""
+        return (2,) * len(shapes)
+
+    def make_buffers(
+        self,
+        num_elements: int,
+        num_ranks: int,
+        device: torch.device,
+        *,
+        shapes: Shapes | None = None,
+        state_s: Tensor | None = None,
+    ) -> HalfBuffers:
         """2 bytes per element, and the bucket's scale (1 at first)."""
         kernels = kernels_for(self._choice, device)
+        state_2 = torch.zeros(2, device=device) if state_s is None else state_s[:2]
+        if float(state_2[0]) == 0:
+            state_2[0] = 1.0
         return HalfBuffers(
             kernels=kernels,
             num_ranks=num_ranks,
             limit=half_limit(num_ranks),
             send_n=torch.zeros(num_elements, dtype=torch.float16, device=device),
-            state_2=torch.tensor([1.0, 0.0], device=device),
+            state_2=state_2,
             work=kernels.half_work(num_elements, device),
         )
 

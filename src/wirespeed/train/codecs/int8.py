@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import Strategy
+from wirespeed.spec.strategy import Shapes, Strategy
 from wirespeed.train.codecs.base import Message, average_alone
 from wirespeed.train.codecs.kernels import Int8Buffers, KernelChoice, kernels_for
 from wirespeed.train.codecs.layout import Int8Layout
@@ -29,7 +29,19 @@ class Int8Codec:
         self.strategy = strategy
         self._choice = kernels
 
-    def make_buffers(self, num_elements: int, num_ranks: int, device: torch.device) -> Int8Buffers:
+    def state_sizes(self, shapes: Shapes) -> tuple[int, ...]:
+        """See ``Codec.state_sizes``: none."""
+        return (0,) * len(shapes)
+
+    def make_buffers(
+        self,
+        num_elements: int,
+        num_ranks: int,
+        device: torch.device,
+        *,
+        shapes: Shapes | None = None,
+        state_s: Tensor | None = None,
+    ) -> Int8Buffers:
         """About 2 + 1/N bytes per element (the torch kernels: 10 more)."""
         kernels = kernels_for(self._choice, device)
         layout = Int8Layout.of(num_elements, num_ranks)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import Strategy
+from wirespeed.spec.strategy import Shapes, Strategy
 from wirespeed.train.codecs.base import Message, average_alone
 from wirespeed.train.codecs.kernels import KernelChoice, TopkBuffers, kernels_for
 from wirespeed.train.codecs.layout import TopkLayout
@@ -34,7 +34,19 @@ class TopkCodec:
         self._ratio = strategy.ratio
         self._choice = kernels
 
-    def make_buffers(self, num_elements: int, num_ranks: int, device: torch.device) -> TopkBuffers:
+    def state_sizes(self, shapes: Shapes) -> tuple[int, ...]:
+        """See ``Codec.state_sizes``: none."""
+        return (0,) * len(shapes)
+
+    def make_buffers(
+        self,
+        num_elements: int,
+        num_ranks: int,
+        device: torch.device,
+        *,
+        shapes: Shapes | None = None,
+        state_s: Tensor | None = None,
+    ) -> TopkBuffers:
         """About 4 (N + 1) bytes per entry sent (the torch kernels: some 40 bytes per element more)."""
         kernels = kernels_for(self._choice, device)
         layout = TopkLayout.of(num_elements, num_ranks, self._ratio)
