@@ -97,6 +97,8 @@ class CollectivesRecord(Record, frozen=True, kw_only=True, tag="collectives"):
     ranks_per_host: int
     cpus_per_rank: float
     samples: tuple[CollectiveSample, ...]
+    compute_threads: int = 0
+    """Threads of each rank that computed meanwhile, as backward does."""
     notes: tuple[str, ...] = ()
     """What was skipped, and settings that bear on the times."""
 

@@ -182,7 +182,7 @@ def fabrics(draw: st.DrawFn) -> Fabric:
                 st.lists(
                     st.builds(CollectiveCurve, collective=st.sampled_from(COLLECTIVES), backend=names,
                               num_ranks=st.integers(1, 9), ranks_per_host=st.integers(1, 9), curve=curves(),
-                              origin=origins, dtype=names),
+                              origin=origins, dtype=names, beside_compute=st.booleans()),
                     max_size=2,
                 )
             )

@@ -164,5 +164,7 @@ def test_a_matrix_rank_is_a_whole_number_from_1_to_256(text: str):
         Strategy.parse(text)
 
 
-def test_a_matrix_rank_below_4_is_lossy():
-    assert [Strategy.parse(f"lowrank@{rank}").fidelity for rank in (1, 3, 4, 8)] == ["lossy"] * 2 + ["compressed"] * 2
+def test_a_matrix_rank_below_32_is_lossy():
+    assert [Strategy.parse(f"lowrank@{rank}").fidelity for rank in (1, 31, 32, 64)] == ["lossy"] * 2 + [
+        "compressed"
+    ] * 2

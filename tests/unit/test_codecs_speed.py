@@ -17,7 +17,7 @@ from wirespeed.errors import UsageError  # noqa: E402
 from wirespeed.records import CodecsRecord  # noqa: E402
 from wirespeed.spec.strategy import Strategy  # noqa: E402
 from wirespeed.train.codecs import make_codec  # noqa: E402
-from wirespeed.train.speed import measure_codecs  # noqa: E402
+from wirespeed.train.speed import bucket_shapes, measure_codecs  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -101,3 +101,24 @@ def test_command_refuses_kernels_that_do_not_exist():
     result = CliRunner().invoke(app, ["--kernels", "cuda"])
     assert isinstance(result.exception, UsageError)
     assert "expected auto, numba, torch" in str(result.exception)
+
+
+class TestBucketShapes:
+    def test_a_bucket_takes_the_models_tensors_in_turn_and_ends_with_a_vector(self):
+        # 12 + 4 = 16, once more 12 + 4 = 32, then only (4,) fits: 36, and 2 are left of 38.
+        assert bucket_shapes([(3, 4), (4,)], 38) == [(3, 4), (4,), (3, 4), (4,), (4,), (2,)]
+
+    def test_tensors_that_are_too_large_are_passed_over(self):
+        assert bucket_shapes([(100, 100), (5,)], 11) == [(5,), (5,), (1,)]
+
+    def test_without_tensors_there_is_nothing_to_go_by(self):
+        assert bucket_shapes([], 10) is None
+        assert bucket_shapes([(0, 3)], 10) is None
+
+
+def test_a_stage_counts_as_long_as_the_slowest_rank_says():
+    record = measure_codecs(
+        [Strategy(codec="int8")], [4096], num_ranks=2, repeats=2, deadline_s=5.0, slowest=lambda seconds: seconds + 7.0
+    )
+    # The share of the deadline is asked for by the same way: 7 s past it, so one round was measured.
+    assert all(len(sample.times_s) == 1 and 7.0 < sample.times_s[0] < 8.0 for sample in record.samples)

@@ -4,7 +4,7 @@ import pytest
 
 from wirespeed.spec.comparison import LossPoint, StrategyOutcome
 from wirespeed.spec.strategy import Strategy
-from wirespeed.tune.compare import choose, final_loss, loss_kind_of, time_to_loss, with_losses
+from wirespeed.tune.compare import choose, elapsed_steps, final_loss, loss_kind_of, time_to_loss, with_losses
 
 
 def curve(*points):
@@ -44,6 +44,20 @@ def test_a_loss_never_reached_has_no_time():
 
 def test_a_loss_that_is_not_finite_reaches_nothing():
     assert time_to_loss(curve((10, 1.0, None), (20, 2.0, float("nan"))), 100.0) is None
+
+
+def test_a_rank_that_is_late_once_counts_once():
+    # The first rank needs 3 s, then waits less: both have taken 5 s after two steps, and 7 s after three.
+    assert elapsed_steps([[3.0, 2.0, 2.0], [2.0, 3.0, 2.0]]) == [3.0, 2.0, 2.0]
+
+
+def test_ranks_start_level_after_an_evaluation():
+    # After step 1 the second rank waited for the first outside the training time: step 2 then ends at 3 + 3.
+    assert elapsed_steps([[3.0, 2.0], [2.0, 3.0]], {1}) == [3.0, 3.0]
+
+
+def test_steps_that_a_rank_did_not_report_are_left_out():
+    assert elapsed_steps([[1.0, 1.0, 1.0], [1.0, 1.0]]) == [1.0, 1.0]
 
 
 def test_the_fastest_to_denses_loss_is_chosen():

@@ -10,6 +10,7 @@ from wirespeed.fabric.collectives import (
     collective_cost,
     lower_bound_s,
     nic_factor,
+    slowdown_beside_compute,
 )
 from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Curve, Fabric, Figure, Host
 from wirespeed.records import Collective
@@ -30,7 +31,7 @@ def curve(points: dict[int, float], cpu: tuple[float, ...] = ()) -> Curve:
 
 def measured(
     points: dict[int, float], collective: Collective = "all_reduce", *, num_ranks: int = 4, ranks_per_host: int = 1,
-    dtype: str = "float32", cpu: tuple[float, ...] = (),
+    dtype: str = "float32", cpu: tuple[float, ...] = (), beside_compute: bool = False,
 ) -> CollectiveCurve:  # fmt: skip
     return CollectiveCurve(
         collective=collective,
@@ -39,7 +40,23 @@ def measured(
         ranks_per_host=ranks_per_host,
         dtype=dtype,
         curve=curve(points, cpu),
+        beside_compute=beside_compute,
     )
+
+
+def test_compute_slows_a_collective_by_the_measured_ratio_and_never_speeds_it_up() -> None:
+    curves = (
+        measured({KIB: 1e-3, MIB: 10e-3}),
+        measured({KIB: 4e-3, MIB: 8e-3}, beside_compute=True),
+        measured({KIB: 9e-3}, beside_compute=True, dtype="float16"),
+    )
+    fabric = Fabric(hosts=hosts(1e12), collectives=curves)
+    assert slowdown_beside_compute(fabric, "all_reduce", KIB, 4) == pytest.approx(4.0)
+    assert slowdown_beside_compute(fabric, "all_reduce", 1, 4) == pytest.approx(4.0)  # that of the smallest size
+    assert slowdown_beside_compute(fabric, "all_reduce", 16 * MIB, 4) == 1.0  # 0.8 at the largest
+    assert slowdown_beside_compute(fabric, "all_reduce", KIB, 8) == 1.0  # other layouts were not measured
+    assert slowdown_beside_compute(fabric, "all_gather", KIB, 4) == 1.0
+    assert collective_cost(fabric, "all_reduce", KIB, 4).seconds == 1e-3  # alone it is what it was
 
 
 def test_between_two_sizes_the_time_is_their_geometric_mean_half_way() -> None:

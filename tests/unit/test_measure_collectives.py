@@ -52,6 +52,14 @@ def test_ranks_of_one_machine_share_its_cores() -> None:
     assert record.cpus_per_rank == record.environment.num_cpus / 2
 
 
+def test_collectives_beside_compute_are_right_and_say_so() -> None:
+    ended = run_ranks([*BENCH, "--sizes", "1KiB", "--only", "all_gather", "--beside-compute", "2"], 2)
+    assert [rank.returncode for rank in ended] == [0, 0], ended[0].stderr
+    record = from_json(ended[0].stdout.encode(), CollectivesRecord)
+    assert record.compute_threads == 2
+    assert all(sample.is_correct for sample in record.samples)
+
+
 def test_sizes_past_the_deadline_are_skipped_and_noted_on_every_rank_alike() -> None:
     ended = run_ranks([*BENCH, "--sizes", "1KiB,4KiB,16KiB", "--only", "all_gather", "--deadline", "1us"], 2)
     assert [rank.returncode for rank in ended] == [0, 0]

@@ -29,6 +29,7 @@ class FixedCosts:
     bound_s: float = 0.0
     residual: float = 0.0
     is_in_range: bool = True
+    slowdown: float = 1.0
 
     def transfer(self, transfer: Transfer) -> TransferCost:
         return TransferCost(
@@ -38,6 +39,7 @@ class FixedCosts:
             cpu=self.cpu,
             residual=self.residual,
             is_in_range=self.is_in_range,
+            slowdown=self.slowdown,
         )
 
     def stage(self, strategy: Strategy, stage: str, size_bytes: int) -> StageCost:
@@ -231,9 +233,20 @@ class TestSpans:
 
     def test_the_engine_ends_with_the_last_bucket_not_with_the_last_started(self):
         # two workers: a long collective and a short one behind it
-        exchanges = [Exchange((0.0, 0.0), ((3.0, 0.0, 0.0),)), Exchange((0.0, 0.0), ((1.0, 0.0, 0.0),))]
+        exchanges = [Exchange((0.0, 0.0), ((3.0, 0.0, 0.0, 1.0),)), Exchange((0.0, 0.0), ((1.0, 0.0, 0.0, 1.0),))]
         _, end_s, _ = run_step(0.5, [0.0, 0.0], exchanges, cpus=None, first_lane_width=2)
         assert end_s == 3.0
+
+
+class TestSlowdownBesideCompute:
+    def test_a_transfer_goes_on_at_its_own_pace_when_backward_ends(self):
+        # Ready at 0.5 of a backward of 1: 0.5 s at a quarter of the pace do 0.125 s of its 1 s, the rest takes 0.875.
+        step = simulate_step(workload([0.5], cpus=1.0), strategy("dense"), FixedCosts(wire_s=1.0, slowdown=4.0))
+        assert step.exposed_s == pytest.approx(0.875)
+
+    def test_an_accelerator_has_cores_to_spare(self):
+        step = simulate_step(workload([0.5], cpus=None), strategy("dense"), FixedCosts(wire_s=1.0, slowdown=4.0))
+        assert step.exposed_s == pytest.approx(0.5)
 
 
 class TestPrediction:

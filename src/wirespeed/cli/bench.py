@@ -111,6 +111,9 @@ def collectives(
         str, typer.Option("--sizes", help="FIRST..LAST in steps of 4, or sizes by commas.")
     ] = "1KiB..256MiB",
     dtypes: Annotated[str, typer.Option("--dtypes", help="Element types that all_reduce sums.")] = "float32,float16",
+    beside_compute: Annotated[
+        int, typer.Option("--beside-compute", min=0, max=256, help="Threads per rank that compute meanwhile.")
+    ] = 0,
     repeats: Annotated[int, typer.Option("--repeats", help="Timed runs at most; large sizes get fewer.")] = 20,
     warmup: Annotated[int, typer.Option("--warmup", help="Runs before the timed ones.")] = 2,
     deadline: Annotated[
@@ -160,6 +163,7 @@ def collectives(
         deadline_s=units.parse_duration(deadline),
         timeout_s=units.parse_duration(timeout),
         backend=backend,
+        compute_threads=beside_compute,
         progress=say if ranks.rank == 0 else None,
     )
     if record is None:

@@ -148,8 +148,9 @@ def _collectives_table(fabric: Fabric) -> Table:
         cells = _curve_cells(c.curve)
         busbw = busbw_bit_per_s(c.collective, c.curve.sizes_bytes[-1], c.num_ranks, c.curve.times_s[-1])
         layout = f"{c.num_ranks} ({c.ranks_per_host} per host)"
-        rows.append([c.collective, c.dtype, c.backend, layout, *cells[:-1], units.format_rate(busbw), c.origin])
-    headings = ["collective", "type<", "backend<", "ranks", *_CURVE_HEADINGS, "busbw at largest", "origin<"]
+        cores = "compute" if c.beside_compute else "idle"
+        rows.append([c.collective, c.dtype, c.backend, layout, cores, *cells[:-1], units.format_rate(busbw), c.origin])
+    headings = ["collective", "type<", "backend<", "ranks", "cores<", *_CURVE_HEADINGS, "busbw at largest", "origin<"]
     return make_table(headings, rows)
 
 

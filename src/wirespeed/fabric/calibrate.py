@@ -18,7 +18,7 @@ from wirespeed.fabric.curves import fit_curve
 from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Fabric, Figure, Host
 from wirespeed.records import CodecsRecord, Collective, CollectivesRecord, LinksRecord
 
-_Layout = tuple[Collective, str, str, int, int]
+_Layout = tuple[Collective, str, str, int, int, bool]
 
 
 def calibrate(
@@ -96,7 +96,8 @@ def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, fl
     cpu: dict[_Layout, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         for sample in record.samples:
-            key = (sample.collective, sample.dtype, record.backend, record.num_ranks, record.ranks_per_host)
+            layout = (record.backend, record.num_ranks, record.ranks_per_host, record.compute_threads > 0)
+            key = (sample.collective, sample.dtype, *layout)
             what = f"{sample.collective} of {sample.size_bytes} bytes in the record of {record.created}"
             if not sample.is_correct:
                 raise DataError(f"{what} gave wrong results", expected="correct results", hint="do not use this host")
@@ -106,7 +107,7 @@ def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, fl
     fastest_first = sorted(rates.values(), reverse=True)
     curves = []
     for key in sorted(times):
-        collective, dtype, backend, num_ranks, ranks_per_host = key
+        collective, dtype, backend, num_ranks, ranks_per_host, beside_compute = key
         num_hosts = num_ranks // ranks_per_host
         floor_s_per_byte = 0.0
         if fastest_first:
@@ -125,6 +126,7 @@ def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, fl
                 ranks_per_host=ranks_per_host,
                 curve=curve,
                 dtype=dtype,
+                beside_compute=beside_compute,
             )
         )
     return tuple(curves)

@@ -69,7 +69,7 @@ def collective_cost(
     held = [
         c
         for c in fabric.collectives
-        if (c.collective, c.backend, c.ranks_per_host) == (collective, backend, ranks_per_host)
+        if (c.collective, c.backend, c.ranks_per_host) == (collective, backend, ranks_per_host) and not c.beside_compute
     ]
     if not held:
         seconds = max(_ring_s(fabric, collective, size_bytes, num_ranks, ranks_per_host), bound_s)
@@ -92,6 +92,35 @@ def collective_cost(
     return CollectiveCost(
         seconds=max(seconds, bound_s), lower_bound_s=bound_s, cpu=cpu, origin="assumed", is_in_range=False
     )
+
+
+def slowdown_beside_compute(
+    fabric: Fabric,
+    collective: Collective,
+    size_bytes: int,
+    num_ranks: int,
+    *,
+    ranks_per_host: int = 1,
+    backend: str = "gloo",
+    dtype: str = "float32",
+) -> float:
+    """How many times as long the collective takes while its ranks compute: 1 or more, and 1 where it is not known.
+
+    A collective is a chain of messages, and a rank whose cores compute takes up each of them late. Beyond the sizes
+    measured beside compute the ratio of the nearest one holds.
+    """
+    curves = [
+        c
+        for c in fabric.collectives
+        if (c.collective, c.backend, c.num_ranks, c.ranks_per_host) == (collective, backend, num_ranks, ranks_per_host)
+        and (collective not in SUMS or c.dtype == dtype)
+    ]
+    alone = next((c.curve for c in curves if not c.beside_compute), None)
+    beside = next((c.curve for c in curves if c.beside_compute), None)
+    if alone is None or beside is None:
+        return 1.0
+    size = min(max(size_bytes, beside.sizes_bytes[0]), beside.sizes_bytes[-1])
+    return max(1.0, curve_time_s(beside, size) / curve_time_s(alone, size))
 
 
 def codec_stage_cost(

@@ -67,6 +67,7 @@ class _Collective(_Entry, frozen=True, kw_only=True):
     num_ranks: int
     ranks_per_host: int = 1
     dtype: str = "float32"
+    beside_compute: bool = False
     origin: Origin = "declared"
     residual: float = 0.0
     points: list[list[str | float]]
@@ -154,6 +155,7 @@ def _fabric(held: _File, source: str) -> Fabric:
                 num_ranks=c.num_ranks,
                 ranks_per_host=c.ranks_per_host,
                 dtype=c.dtype,
+                beside_compute=c.beside_compute,
                 origin=c.origin,
                 curve=_in_field(source, f"collectives[{i}].points", lambda c=c: _curve(c.points, c.residual)),  # type: ignore[misc]
             )
@@ -235,6 +237,7 @@ def format_fabric(fabric: Fabric) -> str:
         lines += ["", "[[collectives]]"]
         lines += _pairs(collective=c.collective, backend=c.backend, num_ranks=c.num_ranks)
         lines += _pairs(ranks_per_host=c.ranks_per_host, dtype=c.dtype, origin=c.origin)
+        lines += ["beside_compute = true"] if c.beside_compute else []
         lines += _curve_lines(c.curve)
     for k in fabric.codecs:
         lines += ["", "[[codecs]]"]

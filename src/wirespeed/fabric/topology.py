@@ -78,6 +78,8 @@ class CollectiveCurve(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin = "measured"
     dtype: str = "float32"
     """Of the elements summed; without meaning for collectives that only move bytes."""
+    beside_compute: bool = False
+    """Measured while every rank computed, as it does in backward; else alone."""
 
 
 class CodecCurve(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ def measure_collectives(
     deadline_s: float = 120.0,
     timeout_s: float = 60.0,
     backend: str | None = None,
+    compute_threads: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> CollectivesRecord | None:
     """Measure on the default process group, or on one made from the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...).
@@ -62,7 +64,9 @@ def measure_collectives(
     Returns the record on rank 0 and None elsewhere. ``dtypes``: element types that all_reduce sums; reduce_scatter sums
     the first, and the other collectives move bytes. ``deadline_s`` bounds the whole measurement: sizes that would pass
     it are skipped and noted. ``timeout_s`` bounds each wait for a peer in a group made here. ``backend`` None means
-    nccl where every rank of the host has a GPU of its own, else gloo. Raises PeerFailure when a peer does not answer.
+    nccl where every rank of the host has a GPU of its own, else gloo. ``compute_threads`` of each rank multiply
+    matrices meanwhile: a collective that has to wait for a core at every hop takes longer beside backward than alone.
+    Raises PeerFailure when a peer does not answer.
     """
     _check_arguments(collectives, sizes_bytes, dtypes, repeats, warmup)
     with _mapped_faults(), _process_group(backend, timeout_s) as settings:
@@ -70,7 +74,7 @@ def measure_collectives(
         notes = [*settings, *group.notes]
         if group.backend == "gloo" and "reduce_scatter" in collectives:
             notes.append("reduce_scatter is reduce_scatter_tensor, for which gloo does a whole all_reduce")
-        with _intra_op_threads(max(1, math.floor(group.cpus_per_rank))):
+        with _intra_op_threads(max(1, math.floor(group.cpus_per_rank))), _computing(compute_threads):
             samples = _sweep(
                 group, _kinds(collectives, dtypes), sizes_bytes, repeats, warmup, deadline_s, progress, notes
             )
@@ -83,6 +87,7 @@ def measure_collectives(
             ranks_per_host=group.ranks_per_host,
             cpus_per_rank=group.cpus_per_rank,
             samples=tuple(samples),
+            compute_threads=compute_threads,
             notes=tuple(notes),
         )
 
@@ -176,6 +181,28 @@ def _intra_op_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _computing(num_threads: int) -> Iterator[None]:
+    """Threads that multiply matrices on the CPU until the end, each product short enough to share a core fairly."""
+    ended = threading.Event()
+
+    def multiply() -> None:
+        left, right = torch.full((192, 192), 1e-3), torch.full((192, 192), 1e-3)
+        product = torch.empty(192, 192)
+        while not ended.is_set():
+            torch.mm(left, right, out=product)
+
+    threads = [threading.Thread(target=multiply, name=f"compute-{i}", daemon=True) for i in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
 
 
 class _Group:

@@ -8,7 +8,7 @@ no curve of it, DataError says how to measure it.
 
 from __future__ import annotations
 
-from wirespeed.fabric.collectives import codec_stage_cost, collective_cost
+from wirespeed.fabric.collectives import codec_stage_cost, collective_cost, slowdown_beside_compute
 from wirespeed.fabric.topology import Fabric
 from wirespeed.sim.costs import StageCost, TransferCost
 from wirespeed.spec.strategy import Strategy, Transfer
@@ -72,12 +72,22 @@ class FabricCosts:
             c.curve.residual
             for c in self.fabric.collectives
             if (c.collective, c.backend, c.ranks_per_host) == (transfer.collective, self.backend, self.ranks_per_host)
+            and not c.beside_compute
         ]
         return TransferCost(
             seconds=cost.seconds,
             latency_s=max(0.0, min(smallest.seconds, cost.seconds - cost.lower_bound_s)),
             lower_bound_s=cost.lower_bound_s,
             cpu=cost.cpu,
+            slowdown=slowdown_beside_compute(
+                self.fabric,
+                transfer.collective,
+                transfer.size_bytes,
+                self.num_ranks,
+                ranks_per_host=self.ranks_per_host,
+                backend=self.backend,
+                dtype=transfer.dtype,
+            ),
             is_in_range=cost.is_in_range,
             residual=max(residuals, default=0.0),
         )

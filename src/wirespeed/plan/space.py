@@ -15,7 +15,7 @@ from wirespeed.units import MIB
 
 BUCKET_SIZES_BYTES = (1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, DEFAULT_BUCKET_BYTES, 50 * MIB, 100 * MIB)
 TOPK_RATIOS = (0.01, 0.02, 0.05, 0.1)
-LOWRANK_RANKS = (2, 4, 8)
+LOWRANK_RANKS = (4, 32)
 
 
 def legal_strategies(

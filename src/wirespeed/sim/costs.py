@@ -15,19 +15,23 @@ class TransferCost(msgspec.Struct, frozen=True, kw_only=True):
     """One collective, alone on the network.
 
     ``latency_s`` of its ``seconds`` use no wire (hops, scheduling), the rest does. No such transfer can be faster than
-    ``lower_bound_s``. ``cpu``: cores that it keeps busy in each rank. ``residual``: relative error of ``seconds``.
+    ``lower_bound_s``. ``cpu``: cores that it keeps busy in each rank. ``slowdown``: how many times as long it takes
+    while its ranks compute. ``residual``: relative error of ``seconds``.
     """
 
     seconds: float
     latency_s: float = 0.0
     lower_bound_s: float = 0.0
     cpu: float = 0.0
+    slowdown: float = 1.0
     is_in_range: bool = True
     residual: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s <= self.seconds or not 0 <= self.lower_bound_s <= self.seconds or self.cpu < 0:
             raise UsageError(f"got the transfer cost {self!r}", expected="0 <= latency, bound <= seconds and cpu >= 0")
+        if self.slowdown < 1:
+            raise UsageError(f"got a slowdown of {self.slowdown:g}", expected="1 or more")
 
 
 class StageCost(msgspec.Struct, frozen=True, kw_only=True):

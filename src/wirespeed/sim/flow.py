@@ -28,10 +28,10 @@ class Span(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One bucket's durations: stages K + 1, and per transfer K (latency, wire work, cpu)."""
+    """One bucket's durations: stages K + 1, and per transfer K (latency, wire work, cpu, slowdown beside compute)."""
 
     stages_s: tuple[float, ...]
-    transfers: tuple[tuple[float, float, float], ...]
+    transfers: tuple[tuple[float, float, float, float], ...]
 
 
 def run_step(  # noqa: PLR0912, PLR0915 - one loop over one state; cut up it is slower and harder to follow
@@ -55,6 +55,7 @@ def run_step(  # noqa: PLR0912, PLR0915 - one loop over one state; cut up it is 
     phase = [_IDLE] * len(lanes)
     left = [0.0] * len(lanes)
     cpu = [0.0] * len(lanes)
+    slowdown = [1.0] * len(lanes)
     held = [0] * len(lanes)
     since = [0.0] * len(lanes)
     spans: list[Span] = []
@@ -86,7 +87,7 @@ def run_step(  # noqa: PLR0912, PLR0915 - one loop over one state; cut up it is 
                         phase[worker] = _IDLE
                     else:
                         phase[worker], since[worker] = _LATENCY, now
-                        left[worker], _, cpu[worker] = exchanges[bucket].transfers[lane]
+                        left[worker], _, cpu[worker], slowdown[worker] = exchanges[bucket].transfers[lane]
                 elif phase[worker] == _LATENCY:
                     phase[worker], left[worker] = _WIRE, exchanges[bucket].transfers[lane][1]
                 else:
@@ -101,6 +102,12 @@ def run_step(  # noqa: PLR0912, PLR0915 - one loop over one state; cut up it is 
         wire_share = 1 / num_wire if num_wire > 1 else 1.0
         compute_rate = 1.0
         level = float("inf")
+        # Only ranks that run on these cores take up messages late while they compute.
+        computes = cpus is not None and (backward_runs or _STAGE in phase)
+        pace = [
+            (wire_share if phase[worker] == _WIRE else 1.0) / (slowdown[worker] if computes else 1.0)
+            for worker in workers
+        ]
         if cpus is not None:
             alone = min(1.0, cpus)
             wants = [alone] if backward_runs else []
@@ -109,7 +116,7 @@ def run_step(  # noqa: PLR0912, PLR0915 - one loop over one state; cut up it is 
                 if state == _STAGE:
                     wants.append(alone)
                 elif state != _IDLE:
-                    wants.append(min(cpu[worker], cpus) * (wire_share if state == _WIRE else 1.0))
+                    wants.append(min(cpu[worker], cpus) * pace[worker])
             level = fair_level(wants, cpus)
             compute_rate = min(alone, level) / alone
 
@@ -125,7 +132,7 @@ def run_step(  # noqa: PLR0912, PLR0915 - one loop over one state; cut up it is 
             if state == _STAGE:
                 rate = compute_rate
             else:
-                rate = wire_share if state == _WIRE else 1.0
+                rate = pace[worker]
                 if cpus is not None:
                     want = min(cpu[worker], cpus) * rate
                     if want > level:

@@ -159,7 +159,7 @@ def _price(
     return (
         Exchange(
             tuple(stage.seconds for stage in stages),
-            tuple((t.latency_s, t.seconds - t.latency_s, t.cpu) for t in transfers),
+            tuple((t.latency_s, t.seconds - t.latency_s, t.cpu, t.slowdown) for t in transfers),
         ),
         sum(stage.seconds for stage in stages),
         sum(t.seconds for t in transfers),

@@ -31,9 +31,9 @@ INT8_BLOCK = 1024
 TOPK_CHUNK = 16384
 """Elements per top-k chunk: fixed k per chunk gives static shapes, and 16-bit indices address it."""
 TOPK_RATIO = 0.01
-LOWRANK_RANK = 4
+LOWRANK_RANK = 32
 MAX_LOWRANK_RANK = 256
-FAITHFUL_LOWRANK_RANK = 4
+FAITHFUL_LOWRANK_RANK = 32
 """Of this matrix rank and above, quality is measured equal (benchmarks/quality.py); below it may differ."""
 BYTES_PER_ELEMENT = 4
 """Gradients are fp32 where they are reduced."""

@@ -29,12 +29,13 @@ from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 from wirespeed.train.readiness import GradientTimes
 from wirespeed.train.report import breakdown_of
 from wirespeed.train.session import Session
-from wirespeed.train.speed import measure_codecs
+from wirespeed.train.speed import measure_codecs, slowest_of
 from wirespeed.units import KIB, MIB, format_duration, format_percent
 
 WARMUP_STEPS = 4
 MEASURED_STEPS = 10
 COLLECTIVES_S = 6.0
+BESIDE_COMPUTE_S = 4.0
 CODECS_S = 3.0
 MIN_GAIN = 0.02
 """After the switch a strategy stays only if its median step is shorter than dense's by more than the noise."""
@@ -142,23 +143,32 @@ class Chooser:
             for s in legal_strategies(self._workload(), self._fidelity)
         }
         ordered = sorted(strategies, key=lambda s: s.name)
-        collectives = measure_collectives(
-            collectives=tuple(
-                dict.fromkeys(
-                    t.collective for s in [Strategy(), *ordered] for t in s.transfers(1024, session.num_ranks)
-                )
-            ),
-            sizes_bytes=sizes,
-            deadline_s=COLLECTIVES_S,
+        needed = tuple(
+            dict.fromkeys(t.collective for s in [Strategy(), *ordered] for t in s.transfers(1024, session.num_ranks))
         )
+        collectives = [measure_collectives(collectives=needed, sizes_bytes=sizes, deadline_s=COLLECTIVES_S)]
+        if session.device.type == "cpu":
+            collectives.append(
+                measure_collectives(
+                    collectives=needed,
+                    sizes_bytes=sizes[:2],
+                    repeats=5,
+                    deadline_s=BESIDE_COMPUTE_S,
+                    compute_threads=torch.get_num_threads(),
+                )
+            )
         codecs = measure_codecs(
             ordered,
             sizes,
             num_ranks=session.num_ranks,
             concurrent=session.num_ranks,
             deadline_s=CODECS_S,
+            device=session.device,
+            shapes=[gradient.shape for gradient in self._gradients()],
+            slowest=slowest_of(session.group, session.device),
         )
-        return None if collectives is None else calibrate(None, [collectives], [codecs], name="measured by auto")
+        measured = [record for record in collectives if record is not None]  # rank 0 has them, the others none
+        return calibrate(None, measured, [codecs], name="measured by auto") if measured else None
 
     def _gradients(self) -> tuple[GradientTensor, ...]:
         assert self._readiness is not None

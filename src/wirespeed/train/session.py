@@ -49,7 +49,8 @@ class Session:
         self._ddp = ddp
         self._optimizer = optimizer
         self._is_silent = is_silent
-        """A probe: nothing is exchanged, ranks train apart. Only for measuring compute without a network."""
+        """A probe: no gradient is exchanged, ranks train apart and only meet once per step, as an exchange makes them.
+        For measuring compute without a network."""
         self.group: dist.ProcessGroup = ddp.process_group
         self.num_ranks = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
@@ -302,6 +303,8 @@ class Session:
         else:
             self.clock.mark("bucket_ready")
         if self._is_silent:
+            if bucket.is_last():
+                dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
             return _finished(buffer)
         codec = self._codec
         if codec is not None and buffer.dtype != torch.float32:

@@ -8,7 +8,7 @@ there is no loss at all nothing can vouch for a compressed strategy, and none is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -35,8 +35,9 @@ def outcome_of(
     num_steps: int,
     name: str | None = None,
 ) -> StrategyOutcome:
-    """Put the ranks' traces of one run together. Step times are those of the slowest rank, step by step."""
-    per_step = [max(parts) for parts in zip(*([s.step_s for s in t.steps] for t in traces), strict=False)]
+    """Put the ranks' traces of one run together, on the time line of ``elapsed_steps``."""
+    evaluated = {entry.step for entry in traces[0].losses if entry.is_held_out}
+    per_step = elapsed_steps([[s.step_s for s in t.steps] for t in traces], evaluated)
     kept = _settled(per_step[:num_steps])
     measured_s = median(kept)
     breakdowns = [b for b in (breakdown_of(t.steps[:num_steps]) for t in traces) if b is not None]
@@ -70,6 +71,24 @@ def outcome_of(
         losses=losses,
         training_losses=training_losses,
     )
+
+
+def elapsed_steps(ranks: Sequence[Sequence[float]], meets_after: Set[int] = frozenset()) -> list[float]:
+    """How far the slowest rank's end of each step lies behind its end of the step before; sums to the elapsed time.
+
+    ``ranks``: every rank's step durations. Ranks wait for each other inside a step, so who was late in one step is
+    early in the next: the slowest of each step taken alone would count that wait twice. After the steps
+    ``meets_after`` (counted from 1) all ranks meet, as an evaluation makes them, and start level.
+    """
+    ends = [0.0] * len(ranks)
+    last, steps = 0.0, []
+    for number, parts in enumerate(zip(*ranks, strict=False), start=1):
+        ends = [end + part for end, part in zip(ends, parts, strict=True)]
+        steps.append(max(ends) - last)
+        last = max(ends)
+        if number in meets_after:
+            ends = [last] * len(ends)
+    return steps
 
 
 def with_losses(outcome: StrategyOutcome, kind: LossKind, target: float | None, num_steps: int) -> StrategyOutcome:

@@ -138,11 +138,18 @@ class Tuning:
         names = sorted(s.name for s in wanted if s.allows(self.options.fidelity) or self.options.strategies)
         share = min(1.0, self.options.budget_s / 300)
         plan = survey.SurveyPlan(
-            strategies=tuple(names), collectives_s=25 * share, codecs_s=10 * share, links_s=10 * max(share, 0.5)
+            strategies=tuple(names),
+            collectives_s=25 * share,
+            beside_compute_s=15 * share,
+            codecs_s=10 * share,
+            links_s=10 * max(share, 0.5),
         )
         if self.workload is not None:
-            plan = plan.up_to(4 * sum(gradient.num_elements for gradient in self.workload.gradients))
-        for name in (survey.LINKS, survey.COLLECTIVES, survey.CODECS_FILE):  # those of an earlier run
+            plan = msgspec.structs.replace(
+                plan.up_to(4 * sum(gradient.num_elements for gradient in self.workload.gradients)),
+                shapes=tuple(gradient.shape for gradient in self.workload.gradients),
+            )
+        for name in (survey.LINKS, survey.COLLECTIVES, survey.BESIDE_COMPUTE, survey.CODECS_FILE):  # of an earlier run
             (folder / name).unlink(missing_ok=True)
         records.write_bytes(folder / "plan.json", msgspec.json.encode(plan))
         self.progress.phase(f"measuring the network: links, collectives and codecs on {self.place.description}")
@@ -151,7 +158,7 @@ class Tuning:
             env={},
             folder=folder,
             watch=None,
-            timeout_s=2 * (plan.collectives_s + plan.codecs_s + plan.links_s) + 60,
+            timeout_s=2 * (plan.collectives_s + plan.beside_compute_s + plan.codecs_s + plan.links_s) + 60,
         )
         if end.log_problem is not None:
             raise MissingCapability(end.log_problem, hint="free some space, or name another place with --out")
@@ -160,9 +167,13 @@ class Tuning:
             raise PeerFailure(f"measuring the network failed: {': '.join(reasons)}", hint=f"see {folder / LOG}")
         if (folder / survey.LINKS).is_file():
             self.links = records.read(folder / survey.LINKS, LinksRecord)
-        collectives = records.read(folder / survey.COLLECTIVES, CollectivesRecord)
+        collectives = [
+            records.read(folder / name, CollectivesRecord)
+            for name in (survey.COLLECTIVES, survey.BESIDE_COMPUTE)
+            if (folder / name).is_file()
+        ]
         codecs = records.read(folder / survey.CODECS_FILE, CodecsRecord)
-        self.fabric = calibrate(self.links, [collectives], [codecs], name=self.place.description)
+        self.fabric = calibrate(self.links, collectives, [codecs], name=self.place.description)
         fabric_files.write_fabric(self.options.out / "fabric.toml", self.fabric)
 
     def probe(self) -> None:

@@ -22,12 +22,15 @@ from wirespeed.measure.links import measure_links
 from wirespeed.plan.space import LOWRANK_RANKS, TOPK_RATIOS
 from wirespeed.records import Collective
 from wirespeed.spec.strategy import CODECS, Strategy
-from wirespeed.train.speed import measure_codecs
+from wirespeed.train.speed import measure_codecs, slowest_of
 from wirespeed.units import KIB, MIB
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 LINKS = "links.json"
 COLLECTIVES = "collectives.json"
+BESIDE_COMPUTE = "collectives-beside-compute.json"
+LARGEST_BESIDE_COMPUTE = 4 * MIB
+"""Larger messages wait for cores no more often per byte, and would take long."""
 CODECS_FILE = "codecs.json"
 
 
@@ -36,10 +39,13 @@ class SurveyPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     strategies: tuple[str, ...]
     collectives_s: float = 25.0
+    beside_compute_s: float = 15.0
     codecs_s: float = 10.0
     links_s: float = 10.0
     sizes_bytes: tuple[int, ...] = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
     codec_sizes_bytes: tuple[int, ...] = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the script's gradients, in the order in which backward makes them."""
 
     def up_to(self, num_bytes: int) -> SurveyPlan:
         """The same plan without sizes that no bucket of ``num_bytes`` of gradients reaches (1 MiB always stays)."""
@@ -84,6 +90,16 @@ def main(folder: Path) -> int:
     )
     if measured is not None:
         records.write(folder / COLLECTIVES, measured)
+    if not torch.cuda.is_available():  # on an accelerator nothing of the step wants the cores that collectives want
+        beside = measure_collectives(
+            collectives=needed_collectives(strategies),
+            sizes_bytes=[size for size in plan.sizes_bytes if size <= LARGEST_BESIDE_COMPUTE],
+            repeats=10,
+            deadline_s=plan.beside_compute_s,
+            compute_threads=torch.get_num_threads(),
+        )
+        if beside is not None:
+            records.write(folder / BESIDE_COMPUTE, beside)
     dist.barrier()
     codecs = measure_codecs(
         strategies,
@@ -91,6 +107,8 @@ def main(folder: Path) -> int:
         num_ranks=ranks.world_size,
         concurrent=ranks.world_size,
         deadline_s=plan.codecs_s,
+        shapes=plan.shapes,
+        slowest=slowest_of(None, torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     )
     if ranks.rank == 0:
         records.write(folder / CODECS_FILE, codecs)

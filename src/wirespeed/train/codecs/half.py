@@ -34,7 +34,7 @@ class HalfCodec:
         self._choice = kernels
 
     def state_sizes(self, shapes: Shapes) -> tuple[int, ...]:
-        """See ``Codec.state_sizes``: room for a bucket's scale with every tensor that may come to stand first in one."""
+        """See ``Codec.state_sizes``: a bucket's scale, with every tensor that may come to stand first in one."""
         return (2,) * len(shapes)
 
     def make_buffers(
