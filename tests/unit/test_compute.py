@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from wirespeed.errors import WorkloadFailure  # noqa: E402
-from wirespeed.measure.steps import StepParts  # noqa: E402
-from wirespeed.spec.workload import GradientTensor  # noqa: E402
-from wirespeed.train.trace import RunTrace  # noqa: E402
-from wirespeed.tune.compute import workload_of  # noqa: E402
+from wirespeed.errors import WorkloadFailure
+from wirespeed.measure.steps import StepParts
+from wirespeed.spec.workload import GradientTensor
+from wirespeed.train.trace import RunTrace
+from wirespeed.tune.compute import workload_of
 
 pytestmark = pytest.mark.torch
 
