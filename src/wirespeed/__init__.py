@@ -5,7 +5,7 @@ One loop: measure -> model -> predict -> apply -> measure again. The rooms, each
     cli                                  the command `wirespeed`
     tune                                 the loop over a real script
     report                               tables and HTML from records
-    train                                communication-efficient training (torch)
+    doctor | train                       what is wrong | communication-efficient training (torch)
     plan | lab                           what to do | a virtual cluster
     sim | measure                        what would happen | what does happen
     fabric | launch                      what the network is | who and where the ranks are
