@@ -9,12 +9,33 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from wirespeed.errors import MissingCapability
+
+Problem = Literal["absent", "denied", "unreadable"]
+"""Why a file has no content: there is none, a permission is missing, or the kernel refuses to read it."""
+
+# Variables of other processes that are looked at; everything else of theirs, secrets above all, is dropped at once.
+SEEN_VARIABLES = (
+    "NCCL_", "GLOO_", "TP_SOCKET_", "UCX_", "FI_", "MASTER_", "TORCH_NCCL_", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_JOB_ID",
+    "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A file's text without the last newline, or why there is none. Exactly one of the two is None."""
+
+    text: str | None
+    problem: Problem | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +57,60 @@ class System:
         """``name`` (absolute, such as ``/proc/net/dev``) below the root."""
         return self.root / name.lstrip("/")
 
+    def read(self, name: str) -> Reading:
+        """The file's text, or why it cannot be had."""
+        try:
+            return Reading(text=self.path(name).read_text(encoding="utf-8", errors="replace").rstrip("\n"))
+        except PermissionError:
+            return Reading(text=None, problem="denied")
+        except (FileNotFoundError, NotADirectoryError):
+            return Reading(text=None, problem="absent")
+        except OSError:
+            return Reading(text=None, problem="unreadable")
+
     def read_text(self, name: str) -> str | None:
         """The file's text without the last newline, or None where it is absent or cannot be read."""
+        return self.read(name).text
+
+    def read_bytes(self, name: str) -> bytes | None:
+        """The file's bytes, or None where it is absent or cannot be read."""
         try:
-            return self.path(name).read_text(encoding="utf-8", errors="replace").rstrip("\n")
+            return self.path(name).read_bytes()
         except OSError:
+            return None
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file, folder or device. False also where a folder above it may not be searched."""
+        try:
+            return self.path(name).exists()
+        except OSError:
+            return False
+
+    def real_path(self, name: str) -> str | None:
+        """Where a symbolic link below the root ends, as an absolute name below the root; None where that is nowhere."""
+        try:
+            root, target = self.root.resolve(), self.path(name).resolve(strict=True)
+        except (OSError, RuntimeError):
+            return None
+        return f"/{target.relative_to(root)}" if target == root or root in target.parents else None
+
+    def environ(self) -> Mapping[str, str]:
+        """This process's environment."""
+        return os.environ
+
+    def process_environ(self, pid: int) -> Mapping[str, str] | None:
+        """What another process was started with, of ``SEEN_VARIABLES`` only; None where that may not be seen."""
+        content = self.read_bytes(f"/proc/{pid}/environ")
+        if content is None:
+            return None
+        pairs = (entry.partition("=")[::2] for entry in content.decode(errors="replace").split("\0"))
+        return {name: value for name, value in pairs if name.startswith(SEEN_VARIABLES)}
+
+    def tcp_diagnostics(self, family: int) -> bytes | None:
+        """The kernel's answer on established TCP sockets (INET_DIAG with TCP_INFO and socket memory); None if refused."""
+        try:
+            return _inet_diag(family)
+        except (OSError, AttributeError):
             return None
 
     def read_int(self, name: str) -> int | None:
@@ -65,7 +135,8 @@ class System:
     def run(self, command: Sequence[str], *, timeout_s: float = 10.0) -> CommandResult:
         """Run a command to its end. Raises MissingCapability where the program is not installed or may not be run.
 
-        At the deadline, and when this call is interrupted, the command ends with all that it started.
+        At the deadline, and when this call is interrupted, the command ends with all that it started. It speaks English
+        (``LC_ALL=C``), since what it says is parsed.
         """
         try:
             process = subprocess.Popen(
@@ -75,6 +146,7 @@ class System:
                 stderr=subprocess.PIPE,
                 encoding="utf-8",
                 errors="replace",
+                env={**os.environ, "LC_ALL": "C"},
                 start_new_session=True,
             )
         except FileNotFoundError:
@@ -91,6 +163,28 @@ class System:
                 _end_group(process)
                 raise
         return CommandResult(returncode=process.returncode, stdout=stdout, stderr=stderr)
+
+
+_ESTABLISHED = 1 << 1
+_EXTENSIONS = (1 << 1) | (1 << 3) | (1 << 6)  # INET_DIAG_INFO, INET_DIAG_CONG, INET_DIAG_SKMEMINFO: bit of (kind - 1)
+
+
+def _inet_diag(family: int) -> bytes:
+    request = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, _EXTENSIONS, 0, _ESTABLISHED)
+    header = struct.pack("=IHHII", 16 + len(request), 20, 0x301, 1, 0)  # SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST | NLM_F_DUMP
+    answer = bytearray()
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as link:  # NETLINK_SOCK_DIAG
+        link.settimeout(2.0)
+        link.sendto(header + request, (0, 0))
+        while True:
+            part = link.recv(1 << 18)
+            answer += part
+            at = 0
+            while at + 16 <= len(part):
+                length, kind = struct.unpack_from("=IH", part, at)
+                if kind in (2, 3) or length < 16:  # NLMSG_ERROR, NLMSG_DONE
+                    return bytes(answer)
+                at += (length + 3) & ~3
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
