@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,49 @@ class System:
         except OSError:
             return ()
 
-    def run(self, command: Sequence[str], *, timeout_s: float = 10.0) -> CommandResult:
+    def write_setting(self, name: str, text: str) -> None:
+        """Write a kernel parameter below /proc or /sys in one call. Raises MissingCapability where it is refused."""
+        try:
+            # Not a buffered file: it reports a refusal only when it is closed, if at all.
+            handle = os.open(self.path(name), os.O_WRONLY)
+            try:
+                os.write(handle, f"{text}\n".encode())
+            finally:
+                os.close(handle)
+        except OSError as fault:
+            hint = "run as root" if isinstance(fault, PermissionError) else None
+            raise MissingCapability(f"cannot set {name} to {text!r}: {fault.strerror}", hint=hint) from fault
+
+    def replace_file(self, name: str, content: bytes) -> None:
+        """Replace a file as one step and wait until it is on disk; folders are made. Raises MissingCapability."""
+        target = self.path(name)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+            try:
+                with os.fdopen(handle, "wb") as stream:
+                    stream.write(content)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.chmod(temporary, 0o644)
+                os.replace(temporary, target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        except OSError as fault:
+            hint = "run as root" if isinstance(fault, PermissionError) else None
+            raise MissingCapability(f"cannot write {target}: {fault.strerror}", hint=hint) from fault
+
+    def remove_file(self, name: str) -> None:
+        """Remove a file; fine where there is none. Raises MissingCapability where that is refused."""
+        try:
+            self.path(name).unlink(missing_ok=True)
+        except OSError as fault:
+            hint = "run as root" if isinstance(fault, PermissionError) else None
+            raise MissingCapability(f"cannot remove {self.path(name)}: {fault.strerror}", hint=hint) from fault
+
+    def run(self, command: Sequence[str], *, timeout_s: float = 10.0, stdin: bytes | None = None) -> CommandResult:
         """Run a command to its end. Raises MissingCapability where the program is not installed or may not be run.
 
         At the deadline, and when this call is interrupted, the command ends with all that it started. It speaks English
@@ -141,11 +184,9 @@ class System:
         try:
             process = subprocess.Popen(
                 list(command),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",
                 env={**os.environ, "LC_ALL": "C"},
                 start_new_session=True,
             )
@@ -155,14 +196,14 @@ class System:
             raise MissingCapability(f"program {command[0]!r} cannot be run: {fault.strerror}") from fault
         with process:
             try:
-                stdout, stderr = process.communicate(timeout=timeout_s)
+                stdout, stderr = process.communicate(input=stdin, timeout=timeout_s)
             except subprocess.TimeoutExpired as late:
                 _end_group(process)
                 return CommandResult(returncode=None, stdout=_as_text(late.stdout), stderr=_as_text(late.stderr))
             except BaseException:
                 _end_group(process)
                 raise
-        return CommandResult(returncode=process.returncode, stdout=stdout, stderr=stderr)
+        return CommandResult(returncode=process.returncode, stdout=_as_text(stdout), stderr=_as_text(stderr))
 
 
 _ESTABLISHED = 1 << 1
@@ -187,12 +228,11 @@ def _inet_diag(family: int) -> bytes:
                 at += (length + 3) & ~3
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
+def _end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _as_text(output: str | bytes | None) -> str:
-    if output is None:
-        return ""
-    return output if isinstance(output, str) else output.decode(errors="replace")
+def _as_text(output: bytes | None) -> str:
+    # As Python reads text: lines end in \n, whatever the program wrote.
+    return "" if output is None else output.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")

@@ -94,11 +94,11 @@ class Recorder(System):
             self.held["tcp_diagnostics"][str(family)] = answer.hex()
         return answer
 
-    def run(self, command: Sequence[str], *, timeout_s: float = 10.0) -> CommandResult:
+    def run(self, command: Sequence[str], *, timeout_s: float = 10.0, stdin: bytes | None = None) -> CommandResult:
         """As System, remembered."""
         key = _command_key(command)
         try:
-            done = super().run(command, timeout_s=timeout_s)
+            done = super().run(command, timeout_s=timeout_s, stdin=stdin)
         except MissingCapability as fault:
             self.held["commands"][key] = {"missing": fault.problem}
             raise
@@ -200,7 +200,7 @@ class RecordedSystem(System):
         answer = self._held["tcp_diagnostics"].get(str(family))
         return None if answer is None else bytes.fromhex(answer)
 
-    def run(self, command: Sequence[str], *, timeout_s: float = 10.0) -> CommandResult:
+    def run(self, command: Sequence[str], *, timeout_s: float = 10.0, stdin: bytes | None = None) -> CommandResult:
         """The recorded result. Raises MissingCapability where the program was missing or never run."""
         held = self._held["commands"].get(_command_key(command))
         if held is None or "missing" in held:
