@@ -25,9 +25,9 @@ Problem = Literal["absent", "denied", "unreadable"]
 
 # Variables of other processes that are looked at; everything else of theirs, secrets above all, is dropped at once.
 SEEN_VARIABLES = (
-    "NCCL_", "GLOO_", "TP_SOCKET_", "UCX_", "FI_", "MASTER_", "TORCH_NCCL_", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_JOB_ID",
-    "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK",
+    "NCCL_", "GLOO_", "TP_SOCKET_", "UCX_", "FI_", "MASTER_", "TORCH_NCCL_", "TORCHELASTIC_RUN_ID",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "SLURM_PROCID", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK",
 )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ class System:
         return {name: value for name, value in pairs if name.startswith(SEEN_VARIABLES)}
 
     def tcp_diagnostics(self, family: int) -> bytes | None:
-        """The kernel's answer on established TCP sockets (INET_DIAG with TCP_INFO and socket memory); None if refused."""
+        """The kernel's answer on established TCP sockets (INET_DIAG with TCP_INFO and memory); None if refused."""
         try:
             return _inet_diag(family)
         except (OSError, AttributeError):
@@ -212,7 +212,9 @@ _EXTENSIONS = (1 << 1) | (1 << 3) | (1 << 6)  # INET_DIAG_INFO, INET_DIAG_CONG, 
 
 def _inet_diag(family: int) -> bytes:
     request = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, _EXTENSIONS, 0, _ESTABLISHED)
-    header = struct.pack("=IHHII", 16 + len(request), 20, 0x301, 1, 0)  # SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST | NLM_F_DUMP
+    header = struct.pack(
+        "=IHHII", 16 + len(request), 20, 0x301, 1, 0
+    )  # SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST | NLM_F_DUMP
     answer = bytearray()
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as link:  # NETLINK_SOCK_DIAG
         link.settimeout(2.0)

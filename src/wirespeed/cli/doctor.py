@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wirespeed.errors import DataError, UsageError
-from wirespeed.units import parse_duration
+from wirespeed.errors import UsageError
+from wirespeed.units import parse_duration, parse_rate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from wirespeed.doctor.check import Finding, Severity
-    from wirespeed.doctor.reports import ClusterReport, HostReport
+    from wirespeed.doctor.examine import Question
+    from wirespeed.doctor.reports import HostReport
     from wirespeed.doctor.suppressions import Suppression
     from wirespeed.doctor.sysctl import Outcome, SysctlStore
     from wirespeed.system import System
@@ -40,46 +40,75 @@ def _group() -> None:
 def host(
     *,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="A subject (nic, rdma, tcp ...) or a check; may be repeated.", metavar="NAME")
+        list[str] | None,
+        typer.Option("--only", help="A subject (nic, rdma, tcp ...) or a check; may be repeated.", metavar="NAME"),
     ] = None,
     during: Annotated[
         str | None, typer.Option("--during", help="Watch counters for so long, while the job runs.", metavar="TIME")
     ] = None,
-    rtt: Annotated[str | None, typer.Option("--rtt", help="Round trip between the job's hosts, where you know it.", metavar="TIME")] = None,
-    peers: Annotated[str | None, typer.Option("--peers", help="The job's other hosts, to check the routes to.", metavar="HOSTS")] = None,
+    rtt: Annotated[
+        str | None, typer.Option("--rtt", help="Round trip between the job's hosts, where you know it.", metavar="TIME")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option("--rate", help="The link's rate, where the interface does not say it.", metavar="RATE")
+    ] = None,
+    peers: Annotated[
+        str | None, typer.Option("--peers", help="The job's other hosts, to check the routes to.", metavar="HOSTS")
+    ] = None,
     level: Annotated[
         str, typer.Option("--level", help="From which severity on findings count: critical, warning or notice.")
     ] = "warning",
     suppressions: Annotated[
-        Path | None, typer.Option("--suppressions", help=f"Findings to live with; default {_SITE_SUPPRESSIONS}.", metavar="FILE")
+        Path | None,
+        typer.Option("--suppressions", help=f"Findings to live with; default {_SITE_SUPPRESSIONS}.", metavar="FILE"),
     ] = None,
-    hosts: Annotated[str | None, typer.Option("--hosts", help="Look at these over ssh, such as node[01-64].", metavar="HOSTS")] = None,
+    hosts: Annotated[
+        str | None, typer.Option("--hosts", help="Look at these over ssh, such as node[01-64].", metavar="HOSTS")
+    ] = None,
     ssh: Annotated[str, typer.Option("--ssh", help="The ssh command, with options.")] = "ssh",
     sudo: Annotated[bool, typer.Option("--sudo", help="Use sudo -n on the other hosts.")] = False,
-    timeout: Annotated[str, typer.Option("--timeout", help="How long to wait for each of the other hosts.", metavar="TIME")] = "60s",
+    timeout: Annotated[
+        str, typer.Option("--timeout", help="How long to wait for each of the other hosts.", metavar="TIME")
+    ] = "60s",
     apply: Annotated[bool, typer.Option("--apply", help="Set the kernel parameters that findings ask for.")] = False,
-    rollback: Annotated[bool, typer.Option("--rollback", help="Put back what --apply set, where it is still ours.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --apply or --rollback: only say what would change.")] = False,
-    this_namespace: Annotated[
-        bool, typer.Option("--this-namespace", help="Apply in a container or network namespace, not kept over a reboot.")
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Put back what --apply set, where it is still ours.")
     ] = False,
-    state_dir: Annotated[Path | None, typer.Option("--state-dir", help="Where old values are kept.", metavar="FOLDER")] = None,
-    record: Annotated[Path | None, typer.Option("--record", help="Also write all that was seen, to look at elsewhere.", metavar="FILE")] = None,
-    recorded: Annotated[Path | None, typer.Option("--from", help="Look at a recorded host instead of this one.", metavar="FILE")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --apply or --rollback: only say what would change.")
+    ] = False,
+    this_namespace: Annotated[
+        bool,
+        typer.Option("--this-namespace", help="Apply in a container or network namespace, not kept over a reboot."),
+    ] = False,
+    state_dir: Annotated[
+        Path | None, typer.Option("--state-dir", help="Where old values are kept.", metavar="FOLDER")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", help="Also write all that was seen, to look at elsewhere.", metavar="FILE"),
+    ] = None,
+    recorded: Annotated[
+        Path | None, typer.Option("--from", help="Look at a recorded host instead of this one.", metavar="FILE")
+    ] = None,
     prometheus: Annotated[
-        Path | None, typer.Option("--prometheus", help="Also write a file for node_exporter's textfile collector.", metavar="FILE")
+        Path | None,
+        typer.Option("--prometheus", help="Also write a file for node_exporter's textfile collector.", metavar="FILE"),
     ] = None,
     health_check: Annotated[
-        bool, typer.Option("--health-check", help="Print one line; critical findings only. For Slurm's HealthCheckProgram.")
+        bool,
+        typer.Option("--health-check", help="Print one line; critical findings only. For Slurm's HealthCheckProgram."),
     ] = False,
-    drain: Annotated[bool, typer.Option("--drain", help="With --health-check: drain this node in Slurm if it fails.")] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="With --health-check: drain this node in Slurm if it fails.")
+    ] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Every check and every fact.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int:
     """Check a host: kernel parameters, NICs, PCI Express, RDMA, GPUs, NCCL settings, routes, counters.
 
-    Findings carry evidence, a remedy with its undo, and the source of the threshold. What could not be read is listed as
-    not known, never taken as fine. Exit code 1 where a finding is at or above --level.
+    Findings carry evidence, a remedy with its undo, and the source of the threshold. What could not be read is listed
+    as not known, never taken as fine. Exit code 1 where a finding is at or above --level.
 
     Only kernel parameters are ever changed, and only by --apply; commands that reset a link are printed.
 
@@ -104,26 +133,36 @@ def host(
     if level not in SEVERITIES:
         raise UsageError(f"got level {level!r}", expected=", ".join(SEVERITIES))
     chosen = next(name for name in SEVERITIES if name == level)
-    _check_combination(hosts=hosts, apply=apply, rollback=rollback, dry_run=dry_run, recorded=recorded, record=record, drain=drain,
-                       health_check=health_check)  # fmt: skip
+    _check_combination(
+        hosts=hosts, apply=apply, rollback=rollback, dry_run=dry_run, recorded=recorded, record=record, drain=drain,
+        health_check=health_check,
+    )  # fmt: skip
     if rollback:
         return _report_outcome(_store(this_namespace, state_dir).rollback(is_dry_run=dry_run), as_json=as_json)
-    during_s = None if during is None else parse_duration(during)
-    rtt_s = None if rtt is None else parse_duration(rtt)
+    question = _question(during, rtt, rate, peers, only)
     told = _read_suppressions(suppressions)
     if hosts is not None or _is_many_ranks(recorded, apply):
+        from wirespeed.cli.doctor_hosts import end_cluster, over_ranks, over_ssh
+
+        wait_s = parse_duration(timeout)
         report = (
-            _gather(during_s=during_s, rtt_s=rtt_s, only=only or (), timeout_s=parse_duration(timeout))
+            over_ranks(question, wait_s)
             if hosts is None
-            else _over_ssh(hosts, ssh=ssh, sudo=sudo, during_s=during_s, rtt_s=rtt_s, only=only or (), timeout_s=parse_duration(timeout))
+            else over_ssh(hosts, question, ssh=ssh, sudo=sudo, timeout_s=wait_s)
         )
-        return 0 if report is None else _end_cluster(report, told, level=chosen, prometheus=prometheus, show_all=show_all, as_json=as_json)
+        return (
+            0
+            if report is None
+            else end_cluster(report, told, level=chosen, prometheus=prometheus, show_all=show_all, as_json=as_json)
+        )
     system = _system(record, recorded)
-    report_of_one = _examine(system, during_s=during_s, rtt_s=rtt_s, peers=peers, only=only or (), told=told)
+    report_of_one = _examine(system, question, told)
     if record is not None:
         _write_record(system, record)
     if prometheus is not None:
-        _write_prometheus([report_of_one], prometheus)
+        from wirespeed.cli.doctor_hosts import write_prometheus
+
+        write_prometheus([report_of_one], prometheus)
     if apply:
         return _apply(report_of_one, chosen, _store(this_namespace, state_dir), dry_run=dry_run, as_json=as_json)
     if health_check:
@@ -140,7 +179,15 @@ def host(
 
 
 def _check_combination(
-    *, hosts: str | None, apply: bool, rollback: bool, dry_run: bool, recorded: Path | None, record: Path | None, drain: bool, health_check: bool
+    *,
+    hosts: str | None,
+    apply: bool,
+    rollback: bool,
+    dry_run: bool,
+    recorded: Path | None,
+    record: Path | None,
+    drain: bool,
+    health_check: bool,
 ) -> None:
     if apply and rollback:
         raise UsageError("got --apply and --rollback", expected="one of them")
@@ -166,15 +213,22 @@ def _system(record: Path | None, recorded: Path | None) -> System:
     return System() if record is None else Recorder()
 
 
-def _examine(
-    system: System,
-    *,
-    during_s: float | None,
-    rtt_s: float | None,
-    peers: str | None,
-    only: Sequence[str],
-    told: tuple[Suppression, ...],
-) -> HostReport:
+def _question(
+    during: str | None, rtt: str | None, rate: str | None, peers: str | None, only: list[str] | None
+) -> Question:
+    from wirespeed.doctor.examine import Question, select
+
+    select(only or ())  # a wrong name is our mistake, not that of 64 hosts
+    return Question(
+        during_s=None if during is None else parse_duration(during),
+        rtt_s=None if rtt is None else parse_duration(rtt),
+        rate_bit_per_s=None if rate is None else parse_rate(rate),
+        peers=() if peers is None else _addresses(peers),
+        only=tuple(only or ()),
+    )
+
+
+def _examine(system: System, question: Question, told: tuple[Suppression, ...]) -> HostReport:
     from datetime import UTC, datetime
 
     from wirespeed.cli.render import say
@@ -183,11 +237,9 @@ def _examine(
     from wirespeed.doctor.suppressions import suppress
     from wirespeed.measure.environment import capture
 
-    if during_s is not None:
-        say(f"watching counters for {during_s:g} s")
-    addresses = () if peers is None else _addresses(peers)
-    examination = examine(system, during_s=during_s, rtt_s=rtt_s, peers=addresses, only=only)
-    return suppress(host_report(examination, capture()), told, today=datetime.now(UTC).date())
+    if question.during_s is not None:
+        say(f"watching counters for {question.during_s:g} s")
+    return suppress(host_report(examine(system, question), capture()), told, today=datetime.now(UTC).date())
 
 
 def _addresses(peers: str) -> tuple[str, ...]:
@@ -209,79 +261,6 @@ def _is_many_ranks(recorded: Path | None, apply: bool) -> bool:
     return recorded is None and not apply and is_launched() and ranks().world_size > 1
 
 
-def _gather(*, during_s: float | None, rtt_s: float | None, only: Sequence[str], timeout_s: float) -> ClusterReport | None:
-    from wirespeed.doctor.gather import gather
-    from wirespeed.launch import ranks
-
-    return gather(ranks(), during_s=during_s, rtt_s=rtt_s, only=only, timeout_s=timeout_s)
-
-
-def _over_ssh(
-    hosts: str, *, ssh: str, sudo: bool, during_s: float | None, rtt_s: float | None, only: Sequence[str], timeout_s: float
-) -> ClusterReport:
-    from wirespeed.cli.render import say
-    from wirespeed.doctor.examine import select
-    from wirespeed.doctor.remote import examine_hosts, require_ssh
-    from wirespeed.doctor.reports import ClusterReport, host_report
-    from wirespeed.launch import expand_hostlist
-    from wirespeed.measure.environment import capture
-    from wirespeed.system import System
-
-    select(only)  # a wrong name is our mistake, not that of 64 hosts
-    command = shlex.split(ssh)
-    if not command:
-        raise UsageError("got an empty --ssh", expected="a command such as 'ssh -J bastion'")
-    names = expand_hostlist(hosts)
-    wrong = [name for name in names if name.startswith("-")]
-    if wrong:
-        raise UsageError(f"got host {wrong[0]!r}", expected="names that do not begin with -")
-    system = System()
-    require_ssh(system, command)
-    say(f"looking at {len(names)} hosts over ssh")
-    answers, failures = examine_hosts(
-        names, system=system, ssh=command, during_s=during_s, rtt_s=rtt_s, only=only, use_sudo=sudo, timeout_s=timeout_s
-    )
-    environment = capture()
-    reports = tuple(host_report(answer, environment, name=name) for name, answer in answers.items())
-    return ClusterReport(environment=environment, hosts=reports, failures=failures)
-
-
-def _end_cluster(
-    report: ClusterReport,
-    told: tuple[Suppression, ...],
-    *,
-    level: Severity,
-    prometheus: Path | None,
-    show_all: bool,
-    as_json: bool,
-) -> int:
-    from datetime import UTC, datetime
-
-    import msgspec
-
-    from wirespeed.doctor.check import SEVERITIES
-    from wirespeed.doctor.drift import drift
-    from wirespeed.doctor.suppressions import suppress
-
-    today = datetime.now(UTC).date()
-    hosts = tuple(suppress(one, told, today=today) for one in report.hosts)
-    report = msgspec.structs.replace(report, hosts=hosts, drift=drift(hosts))
-    if prometheus is not None:
-        _write_prometheus(report.hosts, prometheus)
-    if as_json:
-        from wirespeed.cli.render import print_json
-
-        print_json(report)
-    else:
-        from wirespeed.cli.doctor_render import show_cluster
-
-        show_cluster(report, show_all=show_all)
-    if report.failures:
-        return 4
-    counted = SEVERITIES[: SEVERITIES.index(level) + 1]
-    return 1 if any(d.severity in counted for d in report.drift) else _exit_code(report.findings, level)
-
-
 def _read_suppressions(path: Path | None) -> tuple[Suppression, ...]:
     from wirespeed.doctor.suppressions import read_suppressions
 
@@ -299,13 +278,6 @@ def _write_record(system: System, path: Path) -> None:
     say(f"wrote {write_bytes(path, system.to_json())}: it holds host names, addresses and kernel messages")
 
 
-def _write_prometheus(reports: Sequence[HostReport], path: Path) -> None:
-    from wirespeed.doctor.prometheus import textfile
-    from wirespeed.records import write_bytes
-
-    write_bytes(path, textfile(reports).encode())
-
-
 def _store(this_namespace: bool, state_dir: Path | None) -> SysctlStore:
     from wirespeed.doctor.inventory import HostView
     from wirespeed.doctor.sysctl import DROP_IN, JOURNAL, SysctlStore, is_first_namespace, refuse_in_container
@@ -316,7 +288,9 @@ def _store(this_namespace: bool, state_dir: Path | None) -> SysctlStore:
         refuse_in_container(HostView(system))
         if not is_first_namespace(system):
             raise UsageError(
-                "this is a network namespace of its own", expected="the host's", hint="--this-namespace sets its parameters all the same"
+                "this is a network namespace of its own",
+                expected="the host's",
+                hint="--this-namespace sets its parameters all the same",
             )
     journal = JOURNAL if state_dir is None else str(state_dir.absolute() / Path(JOURNAL).name)
     return SysctlStore(system, journal=journal, drop_in=None if this_namespace else DROP_IN)
@@ -368,36 +342,3 @@ def _exit_code(findings: Sequence[Finding], level: Severity) -> int:
 
     counted = SEVERITIES[: SEVERITIES.index(level) + 1]
     return 1 if any(finding.severity in counted for finding in findings) else 0
-
-
-@app.command("drift")
-def drift_of(
-    reports: Annotated[list[Path], typer.Argument(help="Records of `wirespeed doctor host --json`.", metavar="REPORT...")],
-    *,
-    level: Annotated[str, typer.Option("--level", help="From which severity on differences count.")] = "warning",
-    show_all: Annotated[bool, typer.Option("--all", help="Every difference.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
-) -> int:
-    """Put reports of several hosts, or of one host before and after, side by side.
-
-    Example:
-
-      pdsh -w 'node[01-64]' 'wirespeed doctor host --json > /shared/%h.json'; wirespeed doctor drift /shared/*.json
-    """
-    import msgspec
-
-    from wirespeed.doctor.check import SEVERITIES
-    from wirespeed.doctor.reports import ClusterReport, HostReport
-    from wirespeed.measure.environment import capture
-    from wirespeed.records import read
-
-    if level not in SEVERITIES:
-        raise UsageError(f"got level {level!r}", expected=", ".join(SEVERITIES))
-    held = [read(path, HostReport) for path in reports]
-    if len(held) < 2:
-        raise DataError(f"got {len(held)} report", expected="two or more")
-    if len({report.host for report in held}) < len(held):  # one host at two times: told apart by file
-        held = [msgspec.structs.replace(r, host=f"{r.host} ({path.name})") for r, path in zip(held, reports, strict=True)]
-    cluster = ClusterReport(environment=capture(), hosts=tuple(held))
-    chosen = next(name for name in SEVERITIES if name == level)
-    return _end_cluster(cluster, (), level=chosen, prometheus=None, show_all=show_all, as_json=as_json)

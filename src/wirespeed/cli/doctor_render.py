@@ -52,7 +52,9 @@ def show_cluster(report: ClusterReport, *, show_all: bool) -> None:
                 drift.key,
                 "no majority" if drift.usual is None else drift.usual,
                 f"{drift.num_differing} of {len(report.hosts)} differ",
-                "; ".join(f"{value}: {fold_hosts(hosts)}" for value, hosts in drift.hosts_of.items() if value != drift.usual),
+                "; ".join(
+                    f"{value}: {fold_hosts(hosts)}" for value, hosts in drift.hosts_of.items() if value != drift.usual
+                ),
             ]
             for drift in report.drift
             if show_all or drift.severity != "notice" or drift.num_differing <= max(3, len(report.hosts) // 10)
@@ -131,7 +133,9 @@ def _summary(report: HostReport) -> Text:
 
 
 def _said(numbers: dict[Severity, int]) -> str:
-    words = [f"{count} {name}{'s' if count > 1 and name != 'critical' else ''}" for name, count in numbers.items() if count]
+    words = [
+        f"{count} {name}{'s' if count > 1 and name != 'critical' else ''}" for name, count in numbers.items() if count
+    ]
     return ", ".join(words) if words else "no findings"
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import bench, doctor, fabric, lab, plan, report, tune
+from wirespeed.cli import bench, doctor, doctor_hosts, fabric, lab, plan, report, tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(fabric.app, name="fabric")
 app.add_typer(plan.app, name="plan")
 app.add_typer(doctor.app, name="doctor")
+doctor.app.command("drift")(doctor_hosts.drift_of)
 app.command("report")(report.report)
 
 

@@ -32,32 +32,98 @@ class Rule:
 
 
 RULES = (
-    Rule(id="tcp.no-window-scaling", key="net.ipv4.tcp_window_scaling", is_bad=lambda v: v == 0, severity="critical",
-         title="TCP windows are held at 64 KiB: a connection carries 64 KiB per round trip at most.", expected="1, the default", mended="1"),
-    Rule(id="tcp.no-sack", key="net.ipv4.tcp_sack", is_bad=lambda v: v == 0, severity="warning",
-         title="Selective acknowledgement is off: one lost packet makes TCP send much again.", expected="1, the default", mended="1"),
-    Rule(id="tcp.no-timestamps", key="net.ipv4.tcp_timestamps", is_bad=lambda v: v == 0, severity="warning",
-         title="TCP timestamps are off: round trips are measured worse and sequence numbers wrap unprotected at high rates.",
-         expected="1, the default", mended="1"),
-    Rule(id="tcp.no-autotuning", key="net.ipv4.tcp_moderate_rcvbuf", is_bad=lambda v: v == 0, severity="warning",
-         title="Receive buffers do not grow by themselves: every connection stays at the default size.",
-         expected="1, the default", mended="1"),
-    Rule(id="tcp.tw-recycle", key="net.ipv4.tcp_tw_recycle", is_bad=lambda v: v != 0, severity="critical",
-         title="tcp_tw_recycle drops connections of hosts behind one address; Linux 4.12 removed it.", expected="0", mended="0"),
-    Rule(id="tcp.tw-reuse", key="net.ipv4.tcp_tw_reuse", is_bad=lambda v: v == 1, severity="notice",
-         title="tcp_tw_reuse=1 touches outgoing connections only and does nothing for throughput.",
-         expected="2, the default (loopback only)", mended="2"),
-    Rule(id="tcp.fin-timeout", key="net.ipv4.tcp_fin_timeout", is_bad=lambda v: v < 60, severity="notice",
-         title="A lower tcp_fin_timeout does not clear TIME_WAIT (fixed at 60 s): it is about orphaned FIN_WAIT_2.",
-         expected="60, the default", mended="60"),
-    Rule(id="tcp.tw-buckets", key="net.ipv4.tcp_max_tw_buckets", is_bad=lambda v: v < 4096, severity="notice",
-         title="tcp_max_tw_buckets was lowered, which the kernel's documentation says one must not do.",
-         expected="the default, which follows memory", mended=None),
-    Rule(id="tcp.low-latency", key="net.ipv4.tcp_low_latency", is_bad=lambda v: v != 0, severity="notice",
-         title="tcp_low_latency has had no effect since Linux 4.14.", expected="0, the default", mended="0"),
-    Rule(id="tcp.fack", key="net.ipv4.tcp_fack", is_bad=lambda v: v != 0, severity="notice",
-         title="tcp_fack has had no effect since Linux 4.15.", expected="0, the default", mended="0"),
-)  # fmt: skip
+    Rule(
+        id="tcp.no-window-scaling",
+        key="net.ipv4.tcp_window_scaling",
+        is_bad=lambda v: v == 0,
+        severity="critical",
+        title="TCP windows are held at 64 KiB: a connection carries 64 KiB per round trip at most.",
+        expected="1, the default",
+        mended="1",
+    ),
+    Rule(
+        id="tcp.no-sack",
+        key="net.ipv4.tcp_sack",
+        is_bad=lambda v: v == 0,
+        severity="warning",
+        title="Selective acknowledgement is off: one lost packet makes TCP send much again.",
+        expected="1, the default",
+        mended="1",
+    ),
+    Rule(
+        id="tcp.no-timestamps",
+        key="net.ipv4.tcp_timestamps",
+        is_bad=lambda v: v == 0,
+        severity="warning",
+        title="TCP timestamps are off: round trips are measured worse and sequence numbers wrap unprotected at high "
+        "rates.",
+        expected="1, the default",
+        mended="1",
+    ),
+    Rule(
+        id="tcp.no-autotuning",
+        key="net.ipv4.tcp_moderate_rcvbuf",
+        is_bad=lambda v: v == 0,
+        severity="warning",
+        title="Receive buffers do not grow by themselves: every connection stays at the default size.",
+        expected="1, the default",
+        mended="1",
+    ),
+    Rule(
+        id="tcp.tw-recycle",
+        key="net.ipv4.tcp_tw_recycle",
+        is_bad=lambda v: v != 0,
+        severity="critical",
+        title="tcp_tw_recycle drops connections of hosts behind one address; Linux 4.12 removed it.",
+        expected="0",
+        mended="0",
+    ),
+    Rule(
+        id="tcp.tw-reuse",
+        key="net.ipv4.tcp_tw_reuse",
+        is_bad=lambda v: v == 1,
+        severity="notice",
+        title="tcp_tw_reuse=1 touches outgoing connections only and does nothing for throughput.",
+        expected="2, the default (loopback only)",
+        mended="2",
+    ),
+    Rule(
+        id="tcp.fin-timeout",
+        key="net.ipv4.tcp_fin_timeout",
+        is_bad=lambda v: v < 60,
+        severity="notice",
+        title="A lower tcp_fin_timeout does not clear TIME_WAIT (fixed at 60 s): it is about orphaned FIN_WAIT_2.",
+        expected="60, the default",
+        mended="60",
+    ),
+    Rule(
+        id="tcp.tw-buckets",
+        key="net.ipv4.tcp_max_tw_buckets",
+        is_bad=lambda v: v < 4096,
+        severity="notice",
+        title="tcp_max_tw_buckets was lowered, which the kernel's documentation says one must not do.",
+        expected="the default, which follows memory",
+        mended=None,
+    ),
+    Rule(
+        id="tcp.low-latency",
+        key="net.ipv4.tcp_low_latency",
+        is_bad=lambda v: v != 0,
+        severity="notice",
+        title="tcp_low_latency has had no effect since Linux 4.14.",
+        expected="0, the default",
+        mended="0",
+    ),
+    Rule(
+        id="tcp.fack",
+        key="net.ipv4.tcp_fack",
+        is_bad=lambda v: v != 0,
+        severity="notice",
+        title="tcp_fack has had no effect since Linux 4.15.",
+        expected="0, the default",
+        mended="0",
+    ),
+)
 
 
 @check("tcp.advice", "settings of old or wrong advice")
@@ -98,11 +164,15 @@ def _window_share(view: HostView) -> Iterator[Outcome]:
     value = view.sysctl_int(key)
     if value is not None and view.kernel is not None and view.kernel >= (6, 6) and value != 1:
         yield Finding(
-            id="tcp.adv-win-scale", subject=key, severity="notice", path="tcp", source=f"{_IP_SYSCTL} (obsolete since 6.6)",
+            id="tcp.adv-win-scale",
+            subject=key,
+            severity="notice",
+            path="tcp",
+            source=f"{_IP_SYSCTL} (obsolete since 6.6)",
             title="tcp_adv_win_scale has had no effect since Linux 6.6.",
             evidence=(Evidence(where=_file(key), seen=str(value), expected="1, the default"),),
             remedy=Remedy(text=f"set {key} to 1", settings=(Setting(key=key, value="1"),)),
-        )  # fmt: skip
+        )
 
 
 def _capped(view: HostView) -> Iterator[Outcome]:
@@ -115,7 +185,8 @@ def _capped(view: HostView) -> Iterator[Outcome]:
                 id="tcp.core-maximum",
                 subject=core,
                 severity="notice",
-                title=f"{core} was raised, but TCP's own buffers follow {triple}: the raise helps only SO_RCVBUF / SO_SNDBUF.",
+                title=f"{core} was raised, but TCP's own buffers follow {triple}: the raise helps only SO_RCVBUF / "
+                "SO_SNDBUF.",
                 evidence=(
                     Evidence(where=_file(core), seen=str(most)),
                     Evidence(where=_file(triple), seen=" ".join(numbers), expected="a last number that fits the link"),
@@ -138,7 +209,8 @@ def _memory_in_bytes(view: HostView) -> Iterator[Outcome]:
             id="tcp.mem-in-bytes",
             subject=key,
             severity="notice",
-            title="tcp_mem counts pages, and allows TCP more than this host's whole memory: it was probably set in bytes.",
+            title="tcp_mem counts pages, and allows TCP more than this host's whole memory: it was probably set in "
+            "bytes.",
             evidence=(Evidence(where=_file(key), seen=" ".join(numbers), expected=f"at most {pages} pages"),),
             remedy=Remedy(text="remove the setting: the kernel chooses it from memory at boot"),
             source=f"{_IP_SYSCTL} (tcp_mem)",
@@ -197,7 +269,9 @@ def files(view: HostView) -> Iterator[Outcome]:
                     Evidence(where=_file(key), seen=running),
                     Evidence(where=path, seen=wanted, expected=running),
                 ),
-                remedy=Remedy(text="decide which is right; `sysctl --system` applies the files", commands=("sysctl --system",)),
+                remedy=Remedy(
+                    text="decide which is right; `sysctl --system` applies the files", commands=("sysctl --system",)
+                ),
                 source="sysctl.d(5)",
                 path="tcp",
             )

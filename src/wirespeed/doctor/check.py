@@ -1,8 +1,8 @@
 """What a check is and what it says: findings with evidence, facts, and what could not be known; and how checks are run.
 
 A check looks at one host through its ``HostView`` and yields outcomes. It never concludes from what it could not read:
-that is an ``Unknown``, and a check with an unknown has not passed. The runner gives every check a deadline of its own; a
-check that raises or hangs (a driver that does not answer) is an unknown too, and the others still run.
+that is an ``Unknown``, and a check with an unknown has not passed. The runner gives every check a deadline of its own;
+a check that raises or hangs (a driver that does not answer) is an unknown too, and the others still run.
 
 Standard library only, and no syntax above Python 3.9: this module travels to hosts that have nothing else.
 """
@@ -26,8 +26,8 @@ Path = Literal["tcp", "rdma", "gpu", "any"]
 Status = Literal["found", "unknown", "passed", "not_applicable"]
 
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "notice")
-"""From worst. critical: a job fails or runs several times slower. warning: slower than it need be, or a risk under load.
-notice: worth knowing or tidying; not a reason for exit code 1."""
+"""From worst. critical: a job fails or runs several times slower. warning: slower than it need be, or a risk under
+load. notice: worth knowing or tidying; not a reason for exit code 1."""
 
 _ID = re.compile(r"[a-z0-9]+(?:[.-][a-z0-9]+)*")
 
@@ -110,7 +110,7 @@ class Fact:
     value: str
 
 
-Outcome = Union[Finding, Unknown, Fact]
+Outcome = Union[Finding, Unknown, Fact]  # noqa: UP007 - evaluated, and | between types is younger than Python 3.9
 
 
 @dataclass(frozen=True, kw_only=True)

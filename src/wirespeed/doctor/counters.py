@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Path, Remedy, Severity, Unknown, check
-from wirespeed.doctor.inventory import HostView
+from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Unknown, check
+from wirespeed.doctor.counter_rules import RULES
+from wirespeed.doctor.inventory import HostView, Nic
 from wirespeed.errors import MissingCapability
 from wirespeed.units import format_percent, format_rate, format_size
 
@@ -23,8 +24,18 @@ _ETHTOOL = re.compile(
     r"(?:rx|tx)_(?:errors|fifo_errors))\s*:\s*(\d+)\s*$",
     re.MULTILINE,
 )
-_NIC_FILES = ("rx_bytes", "tx_bytes", "rx_packets", "rx_dropped", "rx_errors", "rx_crc_errors", "rx_missed_errors",
-              "rx_fifo_errors", "tx_dropped", "tx_errors")  # fmt: skip
+_NIC_FILES = (
+    "rx_bytes",
+    "tx_bytes",
+    "rx_packets",
+    "rx_dropped",
+    "rx_errors",
+    "rx_crc_errors",
+    "rx_missed_errors",
+    "rx_fifo_errors",
+    "tx_dropped",
+    "tx_errors",
+)
 _BUSY_CPU = 0.8
 
 
@@ -54,6 +65,20 @@ class Delta:
 def read_counters(view: HostView) -> dict[str, int]:
     """Every counter that a rule asks for, now. Keys are ``group.subject.name``."""
     held: dict[str, int] = {}
+    _read_processors(view, held)
+    for nic in view.nics:
+        _read_nic(view, nic, held)
+    for port in view.rdma_ports:
+        if port.is_active:
+            base = f"/sys/class/infiniband/{port.device}/ports/{port.port}"
+            for folder in ("counters", "hw_counters"):
+                for name in view.system.list_dir(f"{base}/{folder}"):
+                    if name != "lifespan":
+                        _read_file(view, f"{base}/{folder}/{name}", f"rdma.{port.name}.{name}", held)
+    return held
+
+
+def _read_processors(view: HostView, held: dict[str, int]) -> None:
     system = view.system
     _read_pairs(system.read_text("/proc/net/snmp"), "tcp", ("Tcp",), held)
     _read_pairs(system.read_text("/proc/net/netstat"), "tcp", ("TcpExt",), held)
@@ -68,26 +93,20 @@ def read_counters(view: HostView) -> dict[str, int]:
             ticks = [int(tick) for tick in match[2].split()]
             held[f"cpu.{match[1]}.total"] = sum(ticks[:8])
             held[f"cpu.{match[1]}.softirq"] = ticks[6] if len(ticks) > 6 else 0
-    for nic in view.nics:
-        base = f"/sys/class/net/{nic.name}"
-        for name in _NIC_FILES:
-            _read_file(view, f"{base}/statistics/{name}", f"nic.{nic.name}.{name}", held)
-        _read_file(view, f"{base}/carrier_down_count", f"nic.{nic.name}.carrier_down_count", held)
-        if nic.is_physical and nic.is_up:
-            try:
-                said = system.run(["ethtool", "-S", nic.name], timeout_s=3.0).stdout
-            except MissingCapability:
-                said = ""
-            for name, value in _ETHTOOL.findall(said):
-                held[f"nic.{nic.name}.{name}"] = int(value)
-    for port in view.rdma_ports:
-        if port.is_active:
-            base = f"/sys/class/infiniband/{port.device}/ports/{port.port}"
-            for folder in ("counters", "hw_counters"):
-                for name in system.list_dir(f"{base}/{folder}"):
-                    if name != "lifespan":
-                        _read_file(view, f"{base}/{folder}/{name}", f"rdma.{port.name}.{name}", held)
-    return held
+
+
+def _read_nic(view: HostView, nic: Nic, held: dict[str, int]) -> None:
+    base = f"/sys/class/net/{nic.name}"
+    for name in _NIC_FILES:
+        _read_file(view, f"{base}/statistics/{name}", f"nic.{nic.name}.{name}", held)
+    _read_file(view, f"{base}/carrier_down_count", f"nic.{nic.name}.carrier_down_count", held)
+    if nic.is_physical and nic.is_up:
+        try:
+            said = view.system.run(["ethtool", "-S", nic.name], timeout_s=3.0).stdout
+        except MissingCapability:
+            return
+        for name, value in _ETHTOOL.findall(said):
+            held[f"nic.{nic.name}.{name}"] = int(value)
 
 
 def _read_file(view: HostView, path: str, key: str, held: dict[str, int]) -> None:
@@ -105,81 +124,6 @@ def _read_pairs(text: str | None, group: str, prefixes: tuple[str, ...], held: d
             for name, value in zip(names.split()[1:], values.split()[1:]):  # noqa: B905 - Python 3.9
                 if value.lstrip("-").isdigit():
                     held[f"{group}.{prefix}.{name}"] = int(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A counter that should not grow (by more than ``per_s``). ``pattern``'s first group is the subject."""
-
-    id: str
-    pattern: str
-    severity: Severity
-    title: str
-    """``{subject}``, ``{name}`` and ``{grown}`` are filled in."""
-    remedy: str
-    source: str
-    path: Path = "any"
-    per_s: float = 0.0
-
-
-_NVSENTINEL = "NVIDIA/NVSentinel nic-health-monitor thresholds"
-_MLX5 = "kernel Documentation/networking/device_drivers/ethernet/mellanox/mlx5/counters.rst"
-RULES = (
-    Rule(id="counters.link-down", pattern=r"(?:nic|rdma)\.(.+)\.(carrier_down_count|link_downed|link_down_events_phy)", severity="critical",
-         title="{subject} lost its link {grown} times while watched.", remedy="replace cable or optics; swap with a good one first",
-         source=_NVSENTINEL),
-    Rule(id="counters.physical-errors", pattern=r"(?:nic|rdma)\.(.+)\.(rx_crc_errors|rx_crc_errors_phy|rx_pcs_symbol_err_phy|symbol_error)",
-         severity="critical", per_s=10, title="{subject} receives damaged packets ({name} grew by {grown}).",
-         remedy="clean or replace optics and cable", source=_NVSENTINEL + " (10 per s)"),
-    Rule(id="counters.module-hot", pattern=r"nic\.(.+)\.(module_high_temp)", severity="warning",
-         title="The optical module of {subject} is too hot.", remedy="check airflow and the module", source=_MLX5),
-    Rule(id="counters.buffer-overrun", pattern=r"rdma\.(.+)\.(excessive_buffer_overrun_errors|local_link_integrity_errors)",
-         severity="critical", path="rdma", title="{name} of {subject} grew by {grown}.",
-         remedy="replace the cable; check the switch port's errors with perfquery", source=_NVSENTINEL),
-    Rule(id="counters.receiver-not-ready", pattern=r"rdma\.(.+)\.(rnr_nak_retry_err)", severity="critical", path="rdma",
-         title="{subject}: receivers were not ready so often that sends were given up.",
-         remedy="look for a rank that is stuck on the receiving hosts", source=_NVSENTINEL),
-    Rule(id="counters.link-recovery", pattern=r"rdma\.(.+)\.(link_error_recovery)", severity="warning", per_s=5 / 60, path="rdma",
-         title="The link of {subject} recovered from errors {grown} times.", remedy="replace cable or optics",
-         source=_NVSENTINEL + " (5 per minute)"),
-    Rule(id="counters.rdma-receive-errors", pattern=r"rdma\.(.+)\.(port_rcv_errors)", severity="warning", per_s=10, path="rdma",
-         title="{subject} received {grown} packets with errors.", remedy="check cable and the switch port", source=_NVSENTINEL),
-    Rule(id="counters.rdma-ack-timeouts", pattern=r"rdma\.(.+)\.(local_ack_timeout_err)", severity="warning", per_s=1, path="rdma",
-         title="{subject} waited in vain for acknowledgements {grown} times: packets are lost on the way.",
-         remedy="RoCE: check PFC and ECN on switch and host; InfiniBand: the path's ports", source=_NVSENTINEL + " (1 per s)"),
-    Rule(id="counters.rdma-out-of-sequence", pattern=r"rdma\.(.+)\.(packet_seq_err|implied_nak_seq_err|out_of_sequence)", severity="warning",
-         per_s=10, path="rdma", title="{subject} saw gaps in sequences {grown} times: packets are lost on the way.",
-         remedy="RoCE: check PFC and ECN; look for rx_discards_phy on hosts and drops on switch ports", source="NCCL user guide; nccl#378"),
-    Rule(id="counters.rdma-discards", pattern=r"rdma\.(.+)\.(port_xmit_discards)", severity="warning", per_s=100, path="rdma",
-         title="{subject} threw {grown} packets away that it could not send.", remedy="look for congestion behind its switch port",
-         source=_NVSENTINEL + " (100 per s)"),
-    Rule(id="counters.roce-slow-restart", pattern=r"rdma\.(.+)\.(roce_slow_restart)", severity="warning", per_s=10, path="rdma",
-         title="RoCE on {subject} fell back to its lowest rate {grown} times.", remedy="check ECN marking thresholds on the switch",
-         source=_NVSENTINEL + " (10 per s)"),
-    Rule(id="counters.ring-too-small", pattern=r"nic\.(.+)\.(rx_out_of_buffer|rx_no_buffer_count|rx_missed_errors|rx_fifo_errors)",
-         severity="warning", title="{subject} dropped {grown} packets: no free receive buffer ({name}).",
-         remedy="raise the receive ring (`ethtool -G {subject} rx ...`, resets the link), spread interrupts, more queues", source=_MLX5, path="tcp"),
-    Rule(id="counters.port-discards", pattern=r"nic\.(.+)\.(rx_discards_phy)", severity="warning",
-         title="{subject} discarded {grown} packets at its port: the bus or the host is slower than the link.",
-         remedy="check pci.links, IOMMU and memory; pause frames or PFC stop the sender in time", source=_MLX5),
-    Rule(id="counters.peer-mtu-larger", pattern=r"nic\.(.+)\.(rx_oversize_pkts_phy|rx_out_of_range_len_phy)", severity="warning",
-         title="{subject} refused {grown} packets that are too long: a peer has a larger MTU.", remedy="one MTU on all hosts", source=_MLX5),
-    Rule(id="counters.told-to-pause", pattern=r"nic\.(.+)\.(rx_(?:prio\d_)?pause(?:_ctrl_phy)?)", severity="notice",
-         title="The network told {subject} to pause {grown} times: some receiver is slow.",
-         remedy="find the host whose tx pause counters or outbound_pci_stalled_wr grow", source=_MLX5),
-    Rule(id="counters.asks-to-pause", pattern=r"nic\.(.+)\.(tx_(?:prio\d_)?pause(?:_ctrl_phy)?)", severity="warning",
-         title="{subject} told the network to pause {grown} times: this host is the slow receiver.",
-         remedy="check pci.links, IOMMU, interrupts and the receive ring of this host", source=_MLX5),
-    Rule(id="counters.backlog-drops", pattern=r"softnet\.(\d+)\.(dropped)", severity="warning", path="tcp",
-         title="Processor {subject} dropped {grown} packets: its backlog was full.",
-         remedy="raise net.core.netdev_max_backlog, or spread interrupts over more processors", source="kernel net/core/net-procfs.c, softnet_stat"),
-    Rule(id="counters.squeezed", pattern=r"softnet\.(\d+)\.(squeezed)", severity="notice", per_s=100, path="tcp",
-         title="Processor {subject} ran out of its packet budget {grown} times.",
-         remedy="spread interrupts over more processors; raise net.core.netdev_budget", source="softnet_stat; 100 per s: own recommendation"),
-    Rule(id="counters.listen-overflows", pattern=r"tcp\.(TcpExt)\.(ListenOverflows)", severity="warning",
-         title="{grown} connections were turned away: a program's listen queue was full.",
-         remedy="raise net.core.somaxconn, and the program's backlog", source="kernel ip-sysctl.rst"),
-)  # fmt: skip
 
 
 def _not_watched(view: HostView) -> str | None:
@@ -219,7 +163,7 @@ def growth(view: HostView) -> Iterator[Outcome]:
 
 @check("counters.retransmits", "TCP retransmissions under load", applies=_not_watched)
 def retransmits(view: HostView) -> Iterator[Outcome]:
-    """Share of segments sent again: 0.01 % is worth a look, 0.1 % is bad; lost retransmissions and time-outs are worse."""
+    """Share of segments sent again: 0.01 % is worth a look, 0.1 % is bad; time-outs are worse."""
     delta = view.delta
     assert delta is not None
     sent, again = delta.grown("tcp.Tcp.OutSegs"), delta.grown("tcp.Tcp.RetransSegs")
@@ -227,7 +171,11 @@ def retransmits(view: HostView) -> Iterator[Outcome]:
         yield Unknown(what="TCP retransmissions", why="/proc/net/snmp has no Tcp counters")
         return
     if sent < 10_000:
-        yield Unknown(what="TCP retransmissions", why=f"only {sent} segments were sent while watched", hint="watch while the job runs")
+        yield Unknown(
+            what="TCP retransmissions",
+            why=f"only {sent} segments were sent while watched",
+            hint="watch while the job runs",
+        )
         return
     share = again / sent
     yield Fact(key="counters.retransmitted", value=format_percent(share))
@@ -240,10 +188,15 @@ def retransmits(view: HostView) -> Iterator[Outcome]:
         severity="warning" if share > 1e-3 or worse["TCPTimeouts"] > 0 else "notice",
         title=f"{format_percent(share)} of TCP segments were sent again.",
         evidence=(
-            Evidence(where="/proc/net/snmp RetransSegs / OutSegs", seen=f"{again} of {sent}", expected="at most 0.01 %"),
+            Evidence(
+                where="/proc/net/snmp RetransSegs / OutSegs", seen=f"{again} of {sent}", expected="at most 0.01 %"
+            ),
             Evidence(where="/proc/net/netstat", seen=", ".join(f"{name} +{value}" for name, value in worse.items())),
         ),
-        remedy=Remedy(text="find the drop: rx_out_of_buffer and softnet drops on receivers, discards on switch ports, a rate limit"),
+        remedy=Remedy(
+            text="find the drop: rx_out_of_buffer and softnet drops on receivers, discards on switch ports, a rate "
+            "limit"
+        ),
         source="0.01 % and 0.1 %: own recommendation",
         path="tcp",
     )
@@ -268,8 +221,16 @@ def softirq(view: HostView) -> Iterator[Outcome]:
             subject=f"cpu {cpu}",
             severity="warning",
             title=f"Processor {cpu} spends {format_percent(shares[cpu])} of its time on packets: it is the limit.",
-            evidence=(Evidence(where="/proc/stat softirq", seen=format_percent(shares[cpu]), expected=f"below {format_percent(_BUSY_CPU)}"),),
-            remedy=Remedy(text="spread interrupts over more queues and processors near the NIC; switch on GRO; a larger MTU"),
+            evidence=(
+                Evidence(
+                    where="/proc/stat softirq",
+                    seen=format_percent(shares[cpu]),
+                    expected=f"below {format_percent(_BUSY_CPU)}",
+                ),
+            ),
+            remedy=Remedy(
+                text="spread interrupts over more queues and processors near the NIC; switch on GRO; a larger MTU"
+            ),
             source="80 %: own recommendation",
             path="tcp",
         )
@@ -284,21 +245,30 @@ def use(view: HostView) -> Iterator[Outcome]:
         for way in ("rx", "tx"):
             grown = delta.grown(f"nic.{nic.name}.{way}_bytes")
             if grown is not None:
-                yield Fact(key=f"counters.{nic.name}.{way}", value=_shown(grown * 8 / delta.seconds, nic.speed_bit_per_s))
+                yield Fact(
+                    key=f"counters.{nic.name}.{way}", value=_shown(grown * 8 / delta.seconds, nic.speed_bit_per_s)
+                )
     for port in view.rdma_ports:
         for way, name in (("rx", "port_rcv_data"), ("tx", "port_xmit_data")):
             grown = delta.grown(f"rdma.{port.name}.{name}")
             if grown is not None:
-                yield Fact(key=f"counters.{port.name}.{way}", value=_shown(grown * 32 / delta.seconds, port.rate_bit_per_s))
+                yield Fact(
+                    key=f"counters.{port.name}.{way}", value=_shown(grown * 32 / delta.seconds, port.rate_bit_per_s)
+                )
         waited, sent = delta.grown(f"rdma.{port.name}.port_xmit_wait"), delta.grown(f"rdma.{port.name}.port_xmit_data")
         if waited and sent and waited > sent:
             yield Finding(
                 id="counters.rdma-congested",
                 subject=port.name,
                 severity="notice",
-                title=f"{port.name} had data but no credit for longer than it was sending: the fabric behind it is congested.",
+                title=f"{port.name} had data but no credit for longer than it was sending: the fabric behind it is "
+                "congested.",
                 evidence=(
-                    Evidence(where=f"rdma.{port.name}.port_xmit_wait", seen=f"+{waited} ticks", expected="below port_xmit_data's words"),
+                    Evidence(
+                        where=f"rdma.{port.name}.port_xmit_wait",
+                        seen=f"+{waited} ticks",
+                        expected="below port_xmit_data's words",
+                    ),
                     Evidence(where=f"rdma.{port.name}.port_xmit_data", seen=f"+{sent} words ({format_size(4 * sent)})"),
                 ),
                 remedy=Remedy(text="look for the slow receiver or the uplink that many share; adaptive routing"),

@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Optional
+from typing import Any
 
-from wirespeed.doctor import advice, counters, gpu, host, launch, network, nic, pci, rdma, sockets, tcp
+from wirespeed.doctor import advice, counters, gpu, host, launch, network, nic, pci, rdma, roce, sockets, tcp
 from wirespeed.doctor.check import Check, CheckResult, run_checks
 from wirespeed.doctor.counters import Delta, read_counters
 from wirespeed.doctor.inventory import HostView
@@ -22,10 +22,29 @@ from wirespeed.errors import UsageError
 from wirespeed.system import System
 
 CHECKS: tuple[Check, ...] = (
-    *host.CHECKS, *nic.CHECKS, *pci.CHECKS, *rdma.CHECKS, *gpu.CHECKS, *launch.CHECKS, *network.CHECKS,
+    *host.CHECKS, *nic.CHECKS, *pci.CHECKS, *rdma.CHECKS, *roce.CHECKS, *gpu.CHECKS, *launch.CHECKS, *network.CHECKS,
     *tcp.CHECKS, *advice.CHECKS, sockets.live_connections, *counters.CHECKS,
 )  # fmt: skip
 MAX_DURING_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What to look at, and what the caller knows. ``only``: prefixes of checks' names, such as ``rdma``."""
+
+    during_s: float | None = None
+    """Watch counters for so long."""
+    rtt_s: float | None = None
+    rate_bit_per_s: float | None = None
+    peers: tuple[str, ...] = ()
+    """Addresses of the job's other hosts."""
+    only: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.during_s is not None and not 0 < self.during_s <= MAX_DURING_S:
+            raise UsageError(
+                f"got {self.during_s:g} s to watch counters", expected=f"above 0 and at most {MAX_DURING_S:g} s"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,33 +53,26 @@ class Examination:
 
     host: str
     is_root: bool
-    during_s: Optional[float]
+    during_s: float | None
     checks: tuple[CheckResult, ...]
 
 
 def examine(
-    system: System,
-    *,
-    during_s: Optional[float] = None,
-    rtt_s: Optional[float] = None,
-    peers: Sequence[str] = (),
-    only: Sequence[str] = (),
-    wait: Callable[[float], None] = time.sleep,
+    system: System, question: Question | None = None, *, wait: Callable[[float], None] = time.sleep
 ) -> Examination:
-    """Run the checks on a host. ``only``: prefixes of names, such as ``rdma`` or ``nic.link``.
+    """Run the checks on a host.
 
-    With ``during_s`` counters are read, ``wait`` is called, and they are read again. Raises UsageError for a prefix that
-    no check has.
+    Where the question asks for it, counters are read, ``wait`` is called, and they are read again. Raises UsageError
+    for a prefix that no check has.
     """
-    chosen = select(only)
-    if during_s is not None and not 0 < during_s <= MAX_DURING_S:
-        raise UsageError(f"got --during {during_s:g} s", expected=f"above 0 and at most {MAX_DURING_S:g} s")
-    view = HostView(system, rtt_s=rtt_s, peers=peers)
+    question = Question() if question is None else question
+    chosen = select(question.only)
+    view = HostView(system, rtt_s=question.rtt_s, rate_bit_per_s=question.rate_bit_per_s, peers=question.peers)
     if isinstance(system, RecordedSystem):
         view.delta = _recorded_delta(system)
-    elif during_s is not None:
+    elif question.during_s is not None:
         before, started_at = read_counters(view), time.monotonic()
-        wait(during_s)
+        wait(question.during_s)
         seconds, after = time.monotonic() - started_at, read_counters(view)
         view.delta = Delta(seconds=seconds, before=before, after=after)
         if isinstance(system, Recorder):
@@ -70,7 +82,7 @@ def examine(
     return Examination(host=view.name, is_root=view.is_root, during_s=seconds_watched, checks=checks)
 
 
-def _recorded_delta(system: RecordedSystem) -> Optional[Delta]:
+def _recorded_delta(system: RecordedSystem) -> Delta | None:
     held = system.watched
     return None if held is None else Delta(seconds=held["seconds"], before=held["before"], after=held["after"])
 

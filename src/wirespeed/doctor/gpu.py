@@ -39,7 +39,7 @@ def distance(view: HostView, one: str, other: str) -> str | None:
     if shared:
         hops = len(paths[0]) + len(paths[1]) - 2 * shared
         return "PIX" if hops <= 4 else "PXB"
-    complexes = [re.search(r"/pci[0-9a-f]+:[0-9a-f]+", root) for root in roots]
+    complexes = [re.search(r"/pci[0-9a-f]+:[0-9a-f]+", root) for root in (roots[0], roots[1])]
     if complexes[0] is not None and complexes[1] is not None and complexes[0][0] == complexes[1][0]:
         return "PHB"
     nodes = [view.system.read_int(f"/sys/bus/pci/devices/{bdf}/numa_node") for bdf in (one, other)]
@@ -62,7 +62,8 @@ def nic_distance(view: HostView) -> Iterator[Outcome]:
         yield Unknown(what="distance from GPU to NIC", why="no RDMA port is active")
         return
     used: Counter[str] = Counter()
-    unseen = []
+    unseen: list[str] = []
+    far: dict[str, list[tuple[Gpu, RdmaPort]]] = {}
     for gpu in view.gpus:
         nearest = _nearest(view, gpu, ports)
         if nearest is None:
@@ -70,25 +71,12 @@ def nic_distance(view: HostView) -> Iterator[Outcome]:
             continue
         code, choices = nearest
         yield Fact(key=f"gpu.{gpu.pci}.nearest", value=f"{code} {choices[0].device}")
-        if len({port.device for port in choices}) == 1 and code in ("PIX", "PXB"):
+        if code not in ("PIX", "PXB"):
+            far.setdefault(code, []).append((gpu, choices[0]))
+        elif len({port.device for port in choices}) == 1:
             used[choices[0].device] += 1
-        if code == "SYS":
-            yield Finding(
-                id="gpu.nic-across-numa",
-                subject=f"GPU {gpu.pci}",
-                severity="warning",
-                title=f"The nearest RDMA device of GPU {gpu.pci} ({choices[0].device}) is on another NUMA node.",
-                evidence=(
-                    Evidence(where=f"/sys/bus/pci/devices/{gpu.pci}/numa_node", seen=str(gpu.numa_node)),
-                    Evidence(where=f"/sys/bus/pci/devices/{choices[0].pci}", seen="SYS", expected="PIX, PXB or PHB"),
-                ),
-                remedy=Remedy(
-                    text="put the card into a slot of the GPU's node, or give the rank a GPU near the NIC; NCCL_NET_GDR_LEVEL=SYS is "
-                    "no cure: GPUDirect across sockets can be slower than copies through host memory"
-                ),
-                source="nccl-tests#347, #350; NCCL's default for GPUDirect is PXB",
-                path="rdma",
-            )
+    for code, pairs in far.items():
+        yield _far(code, pairs)
     idle = {port.device for port in ports} - set(used)
     shared = [device for device, count in used.items() if count > 1]
     if shared and idle and len(ports) >= len(view.gpus):
@@ -98,14 +86,44 @@ def nic_distance(view: HostView) -> Iterator[Outcome]:
             severity="warning",
             title=f"{', '.join(shared)} serves several GPUs while {', '.join(sorted(idle))} is nobody's nearest.",
             evidence=tuple(
-                Evidence(where=f"PCI tree of {device}", seen=f"nearest to {used[device]} GPUs", expected="1") for device in shared
+                Evidence(where=f"PCI tree of {device}", seen=f"nearest to {used[device]} GPUs", expected="1")
+                for device in shared
             ),
-            remedy=Remedy(text="check the slots against the board's manual; inside a VM give NCCL the true tree with NCCL_TOPO_FILE"),
+            remedy=Remedy(
+                text="check the slots against the board's manual; inside a VM give NCCL the true tree with "
+                "NCCL_TOPO_FILE"
+            ),
             source="nccl-tests#347, #350",
             path="rdma",
         )
     if unseen:
         yield Unknown(what=f"distance of GPU {', '.join(unseen)}", why="the PCI tree or numa_node does not show it")
+
+
+def _far(code: str, pairs: list[tuple[Gpu, RdmaPort]]) -> Finding:
+    names = ", ".join(gpu.pci for gpu, _ in pairs[:8])
+    where = {"SYS": "on another NUMA node", "NODE": "below another root complex"}.get(code, "not below its PCI switch")
+    return Finding(
+        id="gpu.nic-across-numa" if code == "SYS" else "gpu.nic-far",
+        subject=f"GPU {names}",
+        severity="warning",
+        title=f"The nearest RDMA device of GPU {names} is {where} ({code}): too far for NCCL to use GPUDirect.",
+        evidence=tuple(
+            Evidence(
+                where=f"PCI tree of GPU {gpu.pci} (node {gpu.numa_node}) and {port.device} ({port.pci})",
+                seen=code,
+                expected="PIX or PXB",
+            )
+            for gpu, port in pairs[:8]
+        ),
+        remedy=Remedy(
+            text="put the card below the GPU's PCI switch or at least into a slot of its node, or give the rank a GPU "
+            "near the NIC. NCCL_NET_GDR_LEVEL=PHB or SYS only as an experiment: across sockets GPUDirect can be slower "
+            "than copies through host memory"
+        ),
+        source="NCCL uses GPUDirect up to PXB by default; nccl-tests#347, #350",
+        path="rdma",
+    )
 
 
 @check("gpu.direct", "ingredients of GPUDirect RDMA: nvidia_peermem, or DMA-BUF with the open driver", applies=_no_gpu)
@@ -118,7 +136,9 @@ def direct(view: HostView) -> Iterator[Outcome]:
         return
     version = view.system.read_text("/proc/driver/nvidia/version")
     if version is None:
-        yield Unknown(what="GPUDirect RDMA", why="/proc/driver/nvidia/version is not there: no driver, or hidden by the container")
+        yield Unknown(
+            what="GPUDirect RDMA", why="/proc/driver/nvidia/version is not there: no driver, or hidden by the container"
+        )
         return
     number = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", version)
     yield Fact(key="gpu.driver", value="unknown" if number is None else number[1])
@@ -137,17 +157,26 @@ def direct(view: HostView) -> Iterator[Outcome]:
         severity="critical",
         title="GPUs and NICs cannot exchange data directly: every byte is copied through host memory.",
         evidence=(
-            Evidence(where="/proc/modules", seen="no nvidia_peermem", expected="nvidia_peermem, or the open driver with DMA-BUF"),
+            Evidence(
+                where="/proc/modules",
+                seen="no nvidia_peermem",
+                expected="nvidia_peermem, or the open driver with DMA-BUF",
+            ),
             Evidence(
                 where="/proc/driver/nvidia/version",
-                seen="proprietary module: no DMA-BUF" if not is_open else f"open module on kernel {kernel}: DMA-BUF from 5.12",
+                seen="proprietary module: no DMA-BUF"
+                if not is_open
+                else f"open module on kernel {kernel}: DMA-BUF from 5.12",
             ),
         ),
-        remedy=Remedy(text="load nvidia_peermem, and at every boot", commands=("modprobe nvidia_peermem",),
-                      undo=("modprobe -r nvidia_peermem",)),
+        remedy=Remedy(
+            text="load nvidia_peermem, and at every boot",
+            commands=("modprobe nvidia_peermem",),
+            undo=("modprobe -r nvidia_peermem",),
+        ),
         source="NCCL user guide, troubleshooting (GPU direct); nccl#489, #1412",
         path="rdma",
-    )  # fmt: skip
+    )
 
 
 CHECKS = (nic_distance, direct)

@@ -9,10 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Setting, Unknown, check
+from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Setting, Severity, Unknown, check
 from wirespeed.doctor.inventory import HostView
 from wirespeed.units import format_size
 
+_SHM = "/dev/shm"  # noqa: S108 - only looked at
 _ENOUGH_SHARED_BYTES = 1024**3
 _FLAPS_PER_DAY = 5  # azurehpc-health-checks: "lost carrier" in 24 h
 _DAY_S = 86400
@@ -48,7 +49,9 @@ def governor(view: HostView) -> Iterator[Outcome]:
                 found[text] += 1
     if not found:
         if view.is_virtual is False:
-            yield Unknown(what="frequency governor", why="this kernel shows no cpufreq", hint="`cpupower frequency-info`")
+            yield Unknown(
+                what="frequency governor", why="this kernel shows no cpufreq", hint="`cpupower frequency-info`"
+            )
         return
     yield Fact(key="host.governor", value=", ".join(sorted(found)))
     slow = {name: count for name, count in found.items() if name != "performance"}
@@ -60,9 +63,14 @@ def governor(view: HostView) -> Iterator[Outcome]:
             id="host.cpu-governor",
             subject="cpufreq",
             severity="notice" if is_active_mode or not _is_cluster_host(view) else "warning",
-            title=f"{sum(slow.values())} processors run under governor {', '.join(sorted(slow))}: packets wait for the clock to rise.",
+            title=f"{sum(slow.values())} processors run under governor {', '.join(sorted(slow))}: packets wait for "
+            "the clock to rise.",
             evidence=(
-                Evidence(where="/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor", seen=", ".join(sorted(slow)), expected="performance"),
+                Evidence(
+                    where="/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
+                    seen=", ".join(sorted(slow)),
+                    expected="performance",
+                ),
                 Evidence(where="/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver", seen=driver),
             ),
             remedy=Remedy(
@@ -94,7 +102,9 @@ def numa(view: HostView) -> Iterator[Outcome]:
             subject=key,
             severity="notice",
             title="The kernel moves pages between NUMA nodes by itself: pinned ranks pay for it in page faults.",
-            evidence=(Evidence(where="/proc/sys/kernel/numa_balancing", seen=str(value), expected="0 where ranks are bound"),),
+            evidence=(
+                Evidence(where="/proc/sys/kernel/numa_balancing", seen=str(value), expected="0 where ranks are bound"),
+            ),
             remedy=Remedy(text=f"set {key} to 0", settings=(Setting(key=key, value="0"),)),
             source="tuned network-latency (numa_balancing 0)",
         )
@@ -113,7 +123,9 @@ def clock(view: HostView) -> Iterator[Outcome]:
         is_good = leap is not None and leap[1].strip() == "Normal" and (offset is None or float(offset[1]) < 0.01)
         yield Fact(key="host.clock", value="in step (chrony)" if is_good else "not in step (chrony)")
         if not is_good:
-            yield _clock_finding("`chronyc tracking`", " ".join(m.group(0) for m in (leap, offset) if m is not None) or "no answer")
+            yield _clock_finding(
+                "`chronyc tracking`", " ".join(m.group(0) for m in (leap, offset) if m is not None) or "no answer"
+            )
         return
     said = view.command("timedatectl", "show", "-p", "NTPSynchronized", "--value")
     if isinstance(said, Unknown) or said.stdout.strip() not in ("yes", "no"):
@@ -124,8 +136,11 @@ def clock(view: HostView) -> Iterator[Outcome]:
         yield Fact(key="host.clock", value="in step (timedatectl)")
     elif view.is_virtual:
         # The hypervisor may keep the guest's clock (kvm-clock, ptp_kvm), which timedatectl does not see.
-        yield Unknown(what="clock synchronisation", why="timedatectl says no; a hypervisor may keep the clock all the same",
-                      hint="compare `date +%s.%N` between hosts")  # fmt: skip
+        yield Unknown(
+            what="clock synchronisation",
+            why="timedatectl says no; a hypervisor may keep the clock all the same",
+            hint="compare `date +%s.%N` between hosts",
+        )
     else:
         yield _clock_finding("`timedatectl show`", "NTPSynchronized=no")
 
@@ -137,12 +152,16 @@ def _clock_finding(where: str, seen: str) -> Finding:
         severity="notice",
         title="The clock is not kept in step: logs and traces of several hosts cannot be put in order.",
         evidence=(Evidence(where=where, seen=seen, expected="synchronised, within 10 ms"),),
-        remedy=Remedy(text="start chrony or systemd-timesyncd", commands=("systemctl enable --now chronyd",), undo=("systemctl disable --now chronyd",)),
+        remedy=Remedy(
+            text="start chrony or systemd-timesyncd",
+            commands=("systemctl enable --now chronyd",),
+            undo=("systemctl disable --now chronyd",),
+        ),
         source="chronyc(1)",
     )
 
 
-@check("host.shared-memory", "/dev/shm, which NCCL and data loaders use")
+@check("host.shared-memory", "shared memory (/dev/shm), which NCCL and data loaders use")
 def shared_memory(view: HostView) -> Iterator[Outcome]:
     """Docker gives 64 MiB: with several GPUs NCCL fails, and data loaders die with a bus error."""
     mounts = view.system.read_text("/proc/self/mounts")
@@ -161,11 +180,16 @@ def shared_memory(view: HostView) -> Iterator[Outcome]:
     if num_bytes < _ENOUGH_SHARED_BYTES and view.gpus:
         yield Finding(
             id="host.small-dev-shm",
-            subject="/dev/shm",
+            subject=_SHM,
             severity="critical",
-            title=f"/dev/shm holds {format_size(num_bytes)}: NCCL between local GPUs fails, data loaders die with a bus error.",
-            evidence=(Evidence(where="/proc/self/mounts", seen=f"/dev/shm size={size[1]}{size[2]}", expected="1 GiB or more"),),
-            remedy=Remedy(text="docker run --ipc=host or --shm-size=16g; Kubernetes: an emptyDir of medium Memory at /dev/shm"),
+            title=f"{_SHM} holds {format_size(num_bytes)}: NCCL between local GPUs fails, data loaders die with a "
+            "bus error.",
+            evidence=(
+                Evidence(where="/proc/self/mounts", seen=f"{_SHM} size={size[1]}{size[2]}", expected="1 GiB or more"),
+            ),
+            remedy=Remedy(
+                text="docker run --ipc=host or --shm-size=16g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
+            ),
             source="NCCL user guide, troubleshooting (shared memory)",
             path="gpu",
         )
@@ -201,7 +225,9 @@ def kernel_log(view: HostView) -> Iterator[Outcome]:
                 subject=name,
                 severity="critical",
                 title=f"{name} lost its link {count} times within a day.",
-                evidence=(Evidence(where="`dmesg`", seen=f"{count} x link down", expected=f"fewer than {_FLAPS_PER_DAY}"),),
+                evidence=(
+                    Evidence(where="`dmesg`", seen=f"{count} x link down", expected=f"fewer than {_FLAPS_PER_DAY}"),
+                ),
                 remedy=Remedy(text="replace cable or optics; swap with a good one first to see which part it is"),
                 source="azurehpc-health-checks NHC2005 (5 per 24 h and device)",
             )
@@ -224,11 +250,23 @@ _MESSAGES = {
     "module-hot": r"(?i)high temperature|module.*over.?heat",
     "bus-error": r"(?i)AER:.*(?:Uncorrected|Fatal)|PCIe Bus Error: severity=Uncorrected",
 }
-_MEANING: dict[str, tuple[str, str, str]] = {
-    "pcie-limited": ("The kernel says that a slot limits an adapter's bandwidth.", "warning", "reseat the card or use a wider slot; see pci.links"),
-    "slot-power": ("An adapter gets too little power from its slot.", "warning", "check the BIOS's slot power limit and the auxiliary cable"),
+_MEANING: dict[str, tuple[str, Severity, str]] = {
+    "pcie-limited": (
+        "The kernel says that a slot limits an adapter's bandwidth.",
+        "warning",
+        "reseat the card or use a wider slot; see pci.links",
+    ),
+    "slot-power": (
+        "An adapter gets too little power from its slot.",
+        "warning",
+        "check the BIOS's slot power limit and the auxiliary cable",
+    ),
     "module-hot": ("An optical module is too hot: it will drop the link.", "warning", "check airflow and the module"),
-    "bus-error": ("PCI Express reported uncorrected errors.", "critical", "reseat the card; replace it if they come back"),
-}  # fmt: skip
+    "bus-error": (
+        "PCI Express reported uncorrected errors.",
+        "critical",
+        "reseat the card; replace it if they come back",
+    ),
+}
 
 CHECKS = (identity, governor, numa, clock, shared_memory, kernel_log)

@@ -102,13 +102,21 @@ class Gpu:
 class HostView:
     """One host, seen through ``system``; answers are kept, so each file is read once.
 
-    ``rtt_s`` is a measured round trip to the job's other hosts where the caller knows one. ``peers`` are addresses of
-    those hosts.
+    ``rtt_s`` is a measured round trip to the job's other hosts and ``rate_bit_per_s`` the link's rate, where the caller
+    knows them. ``peers`` are addresses of those hosts.
     """
 
-    def __init__(self, system: System, *, rtt_s: float | None = None, peers: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        system: System,
+        *,
+        rtt_s: float | None = None,
+        rate_bit_per_s: float | None = None,
+        peers: Sequence[str] = (),
+    ) -> None:
         self.system = system
         self.rtt_s = rtt_s
+        self.rate_bit_per_s = rate_bit_per_s
         self.peers = tuple(peers)
         self.delta: Delta | None = None
         """Two readings of the counters, where they were watched."""
@@ -192,13 +200,26 @@ class HostView:
     @property
     def nics(self) -> tuple[Nic, ...]:
         """All interfaces but the loopback."""
-        return self.keep("nics", lambda: tuple(self._nic(n) for n in self.system.list_dir("/sys/class/net") if n != "lo"))
+        return self.keep(
+            "nics", lambda: tuple(self._nic(n) for n in self.system.list_dir("/sys/class/net") if n != "lo")
+        )
 
     def _nic(self, name: str) -> Nic:
         base, system = f"/sys/class/net/{name}", self.system
         if not system.list_dir(base):  # bonding_masters is a file
-            return Nic(name=name, device=None, driver=None, is_up=False, has_carrier=None, speed_bit_per_s=None, mtu=None,
-                       numa_node=None, kind="unknown", master=None, rdma_devices=())  # fmt: skip
+            return Nic(
+                name=name,
+                device=None,
+                driver=None,
+                is_up=False,
+                has_carrier=None,
+                speed_bit_per_s=None,
+                mtu=None,
+                numa_node=None,
+                kind="unknown",
+                master=None,
+                rdma_devices=(),
+            )
         device = system.real_path(f"{base}/device")
         driver = system.real_path(f"{base}/device/driver")
         flags, speed = system.read_int(f"{base}/flags"), system.read_int(f"{base}/speed")
@@ -315,6 +336,13 @@ class HostView:
     def sysctl_unknown(self, key: str) -> Unknown:
         """Why a kernel parameter cannot be seen."""
         return self.file_unknown(f"/proc/sys/{key.replace('.', '/')}", key)
+
+    def folder(self, name: str) -> tuple[str, ...] | Unknown:
+        """Names in a folder, none where it is absent; an Unknown where it may not be listed."""
+        names = self.system.list_dir(name)
+        if not names and self.system.read(name).problem == "denied":
+            return Unknown(what=name, why="may not be listed", hint="run as root")
+        return names
 
     def file_unknown(self, name: str, what: str) -> Unknown:
         """Why a file cannot be seen, as an outcome."""

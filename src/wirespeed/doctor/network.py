@@ -32,7 +32,7 @@ _DANGEROUS = {6379, 8265, 10001, 11211}  # whoever reaches them owns data or the
 _MAX_RULE_LINES = 20_000
 
 
-def _on_link(view: HostView) -> dict[str, list[str]]:
+def on_link(view: HostView) -> dict[str, list[str]]:
     """Subnet -> interfaces that reach it without a gateway."""
     found: dict[str, list[str]] = defaultdict(list)
     for line in (view.system.read_text("/proc/net/route") or "").splitlines()[1:]:
@@ -52,7 +52,7 @@ def subnets(view: HostView) -> Iterator[Outcome]:
         yield view.file_unknown("/proc/net/route", "routes")
         return
     rdma = {netdev for port in view.rdma_ports if port.is_roce for netdev in port.netdevs}
-    for net, names in _on_link(view).items():
+    for net, names in on_link(view).items():
         if len(names) < 2 or set(names) <= rdma:  # RoCE rails: see rdma.rails
             continue
         yield Finding(
@@ -60,8 +60,15 @@ def subnets(view: HostView) -> Iterator[Outcome]:
             subject=", ".join(names),
             severity="warning",
             title=f"{' and '.join(names)} are in one subnet ({net}): all traffic leaves by one of them.",
-            evidence=(Evidence(where="/proc/net/route", seen=f"{net} on {', '.join(names)}", expected="one interface per subnet"),),
-            remedy=Remedy(text="bond them, give each its own subnet, or add a routing rule per source address (ip rule add from ...)"),
+            evidence=(
+                Evidence(
+                    where="/proc/net/route", seen=f"{net} on {', '.join(names)}", expected="one interface per subnet"
+                ),
+            ),
+            remedy=Remedy(
+                text="bond them, give each its own subnet, or add a routing rule per source address (ip rule add from "
+                "...)"
+            ),
             source="RFC 1122 weak host model; kernel ip-sysctl.rst (rp_filter, arp_ignore)",
         )
         strict = max((view.sysctl_int(f"net.ipv4.conf.{name}.rp_filter") or 0 for name in ("all", *names)), default=0)
@@ -70,8 +77,11 @@ def subnets(view: HostView) -> Iterator[Outcome]:
                 id="route.strict-filter",
                 subject="net.ipv4.conf.all.rp_filter",
                 severity="warning",
-                title="Packets that arrive on the other interface than the route back are dropped (strict reverse path filter).",
-                evidence=(Evidence(where="/proc/sys/net/ipv4/conf/*/rp_filter", seen="1", expected="2 with several paths"),),
+                title="Packets that arrive on the other interface than the route back are dropped (strict reverse "
+                "path filter).",
+                evidence=(
+                    Evidence(where="/proc/sys/net/ipv4/conf/*/rp_filter", seen="1", expected="2 with several paths"),
+                ),
                 remedy=Remedy(
                     text="set net.ipv4.conf.all.rp_filter to 2 (loose)",
                     settings=(Setting(key="net.ipv4.conf.all.rp_filter", value="2"),),
@@ -87,7 +97,7 @@ def _no_peers(view: HostView) -> str | None:
 @check("route.peers", "routes to the job's other hosts", applies=_no_peers, deadline_s=8.0)
 def peers(view: HostView) -> Iterator[Outcome]:
     """A gateway to a peer that is on link, and peers that are reached by different interfaces."""
-    nets = {ipaddress.ip_network(net): names for net, names in _on_link(view).items()}
+    nets = {ipaddress.ip_network(net): names for net, names in on_link(view).items()}
     by_interface: dict[str, list[str]] = defaultdict(list)
     for peer in view.peers:
         said = view.command("ip", "-j", "route", "get", peer)
@@ -107,7 +117,11 @@ def peers(view: HostView) -> Iterator[Outcome]:
                 severity="warning",
                 title=f"{peer} is in a subnet of this host but is reached through gateway {gateway}.",
                 evidence=(
-                    Evidence(where=f"`ip route get {peer}`", seen=f"via {gateway} dev {name}", expected=f"dev {', '.join(nets[home])}"),
+                    Evidence(
+                        where=f"`ip route get {peer}`",
+                        seen=f"via {gateway} dev {name}",
+                        expected=f"dev {', '.join(nets[home])}",
+                    ),
                 ),
                 remedy=Remedy(text="remove the more specific route", commands=(f"ip route show match {peer}",)),
                 source="ip-route(8)",
@@ -120,7 +134,8 @@ def peers(view: HostView) -> Iterator[Outcome]:
                     id="route.peers-by-other-interface",
                     subject=name,
                     severity="warning",
-                    title=f"{', '.join(some[:4])} {'is' if len(some) == 1 else 'are'} reached by {name}, the others by {usual}.",
+                    title=f"{', '.join(some[:4])} {'is' if len(some) == 1 else 'are'} reached by {name}, the others "
+                    f"by {usual}.",
                     evidence=(Evidence(where=f"`ip route get {some[0]}`", seen=name, expected=usual),),
                     remedy=Remedy(text="one network for the whole job: check names in DNS or /etc/hosts, and routes"),
                     source="ip-route(8)",
@@ -138,15 +153,14 @@ def _first(text: str) -> dict[str, Any]:
 @check("route.firewall", "filters in the way of a job's connections", deadline_s=6.0)
 def firewall(view: HostView) -> Iterator[Outcome]:
     """A default policy of drop. Ranks open arbitrary ports, so that a list of open ports is not enough."""
-    tables = view.system.read_text("/proc/net/ip_tables_names")
     said = view.command("nft", "list", "ruleset")
     if isinstance(said, Unknown):
         legacy = view.command("iptables", "-S")
         if isinstance(legacy, Unknown):
-            if tables is not None and not tables.strip() and "not installed" in said.why:
-                return  # no tool, and the kernel has no table loaded
             why = said.why if "not installed" not in said.why else legacy.why
-            yield Unknown(what="firewall rules", why=why, hint="run as root" if not view.is_root else "install nftables")
+            yield Unknown(
+                what="firewall rules", why=why, hint="run as root" if not view.is_root else "install nftables"
+            )
             return
         text = legacy.stdout
         chain = re.search(r"^-P INPUT (?:DROP|REJECT)", text, re.MULTILINE)
@@ -162,8 +176,16 @@ def firewall(view: HostView) -> Iterator[Outcome]:
             subject="input",
             severity="notice",
             title="A firewall drops what no rule allows; ranks open ports of their own choice and would time out.",
-            evidence=(Evidence(where="`nft list ruleset`" if not isinstance(said, Unknown) else "`iptables -S`", seen=chain[0][:120]),),
-            remedy=Remedy(text="allow everything from the cluster's subnet, or fix the ports (NCCL: ip_local_port_range; gloo: the same)"),
+            evidence=(
+                Evidence(
+                    where="`nft list ruleset`" if not isinstance(said, Unknown) else "`iptables -S`",
+                    seen=chain[0][:120],
+                ),
+            ),
+            remedy=Remedy(
+                text="allow everything from the cluster's subnet, or fix the ports (NCCL: ip_local_port_range; gloo: "
+                "the same)"
+            ),
             source="nccl#1105, #706, nccl-tests#162 (No route to host, time-outs)",
         )
 
@@ -181,7 +203,13 @@ def conntrack(view: HostView) -> Iterator[Outcome]:
             subject=key,
             severity="warning",
             title=f"{count} of {most} connections are tracked: soon new ones are dropped.",
-            evidence=(Evidence(where="/proc/sys/net/netfilter/nf_conntrack_count", seen=str(count), expected=f"below {most * 8 // 10}"),),
+            evidence=(
+                Evidence(
+                    where="/proc/sys/net/netfilter/nf_conntrack_count",
+                    seen=str(count),
+                    expected=f"below {most * 8 // 10}",
+                ),
+            ),
             remedy=Remedy(text=f"set {key} to {2 * most}", settings=(Setting(key=key, value=str(2 * most)),)),
             source="kernel Documentation/networking/nf_conntrack-sysctl.rst; 80 %: own recommendation",
         )
@@ -203,19 +231,26 @@ def open_ports(view: HostView) -> Iterator[Outcome]:
     if not is_known:
         yield view.file_unknown("/proc/net/tcp", "open ports")
         return
-    for port, addresses in sorted(seen.items()):
-        if port not in _ENGINES:
+    for number, addresses in sorted(seen.items()):
+        if number not in _ENGINES:
             continue
         shown = ", ".join(sorted(addresses))
-        yield Fact(key=f"route.port.{port}", value=f"{shown} ({_ENGINES[port]})")
+        yield Fact(key=f"route.port.{number}", value=f"{shown} ({_ENGINES[number]})")
         is_open = any(not ipaddress.ip_address(address).is_loopback for address in addresses)
-        if is_open and port in _DANGEROUS:
+        if is_open and number in _DANGEROUS:
             yield Finding(
                 id="route.open-engine-port",
-                subject=f"port {port}",
+                subject=f"port {number}",
                 severity="notice",
-                title=f"Port {port} ({_ENGINES[port]}) is open on {shown}: whoever reaches it owns data or the host.",
-                evidence=(Evidence(where="/proc/net/tcp", seen=f"{shown}:{port} LISTEN", expected="loopback, or a firewall and a password"),),
+                title=f"Port {number} ({_ENGINES[number]}) is open on {shown}: "
+                "whoever reaches it owns data or the host.",
+                evidence=(
+                    Evidence(
+                        where="/proc/net/tcp",
+                        seen=f"{shown}:{number} LISTEN",
+                        expected="loopback, or a firewall and a password",
+                    ),
+                ),
                 remedy=Remedy(text="bind it to an address of the cluster's own network, and set its password or token"),
                 source="Ray and Redis security documentation",
             )

@@ -1,7 +1,8 @@
 """Network interfaces: link, MTU, rings, queues, offloads, and which processors their interrupts go to.
 
-Only physical interfaces are judged: what a virtual one claims of speed and offloads is made up. Drops, pauses and errors
-are counters, see counters.py. Changing MTU, rings or queues resets the link: such commands are printed, never run.
+Only physical interfaces are judged: what a virtual one claims of speed and offloads is made up. Drops, pauses and
+errors are counters, see counters.py. Changing MTU, rings or queues resets the link: such commands are printed, never
+run.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ def link(view: HostView) -> Iterator[Outcome]:
             )
             continue
         if nic.speed_bit_per_s is None:
-            yield Unknown(what=f"speed of {nic.name}", why=f"{base}/speed does not say", hint="measure it: `wirespeed bench links`")
+            yield Unknown(
+                what=f"speed of {nic.name}",
+                why=f"{base}/speed does not say",
+                hint="measure it: `wirespeed bench links`",
+            )
         else:
             yield Fact(key=f"nic.{nic.name}.speed", value=format_rate(nic.speed_bit_per_s))
         duplex = view.system.read_text(f"{base}/duplex")
@@ -61,7 +66,11 @@ def link(view: HostView) -> Iterator[Outcome]:
                 severity="critical",
                 title=f"{nic.name} runs half duplex: sending and receiving block each other.",
                 evidence=(Evidence(where=f"{base}/duplex", seen="half", expected="full"),),
-                remedy=Remedy(text="switch on autonegotiation at both ends", commands=(f"ethtool -s {nic.name} autoneg on",), caution=_RESETS),
+                remedy=Remedy(
+                    text="switch on autonegotiation at both ends",
+                    commands=(f"ethtool -s {nic.name} autoneg on",),
+                    caution=_RESETS,
+                ),
                 source="IEEE 802.3; one end fixed, the other negotiating",
             )
         yield from _below_own_port(view, nic)
@@ -87,7 +96,9 @@ def _below_own_port(view: HostView, nic: Nic) -> Iterator[Outcome]:
                 Evidence(where=f"/sys/class/net/{nic.name}/speed", seen=format_rate(nic.speed_bit_per_s)),
                 Evidence(where=f"`ethtool {nic.name}` supported link modes", seen=format_rate(most * 1e6)),
             ),
-            remedy=Remedy(text="check the switch port's speed, cable and FEC; fine where the switch has no faster port"),
+            remedy=Remedy(
+                text="check the switch port's speed, cable and FEC; fine where the switch has no faster port"
+            ),
             source="ethtool(8)",
             limit_bit_per_s=nic.speed_bit_per_s,
             full_bit_per_s=most * 1e6,
@@ -120,7 +131,9 @@ def _slower_twins(view: HostView) -> Iterator[Outcome]:
                             expected=format_rate(best.speed_bit_per_s),
                         ),
                     ),
-                    remedy=Remedy(text="swap cable or optics with the twin's: the fault stays with the part that causes it"),
+                    remedy=Remedy(
+                        text="swap cable or optics with the twin's: the fault stays with the part that causes it"
+                    ),
                     source="same PCI device, other speed",
                     limit_bit_per_s=nic.speed_bit_per_s,
                     full_bit_per_s=best.speed_bit_per_s,
@@ -148,7 +161,9 @@ def mtu(view: HostView) -> Iterator[Outcome]:
                     subject=nic.name,
                     severity="warning",
                     title=f"{nic.name} has MTU {nic.mtu}, its like on this host {usual}.",
-                    evidence=(Evidence(where=f"/sys/class/net/{nic.name}/mtu", seen=str(nic.mtu), expected=str(usual)),),
+                    evidence=(
+                        Evidence(where=f"/sys/class/net/{nic.name}/mtu", seen=str(nic.mtu), expected=str(usual)),
+                    ),
                     remedy=Remedy(
                         text="one MTU along the whole path: every host, bond and switch port",
                         commands=(f"ip link set {nic.name} mtu {usual}",),
@@ -242,14 +257,24 @@ def offloads(view: HostView) -> Iterator[Outcome]:
                 source="kernel Documentation/networking/segmentation-offloads.rst",
                 path="tcp",
             )
-        if re.search(r"^large-receive-offload: on", said.stdout, re.MULTILINE) and view.sysctl("net.ipv4.ip_forward") == "1":
+        if (
+            re.search(r"^large-receive-offload: on", said.stdout, re.MULTILINE)
+            and view.sysctl("net.ipv4.ip_forward") == "1"
+        ):
             yield Finding(
                 id="nic.lro-while-forwarding",
                 subject=nic.name,
                 severity="notice",
-                title=f"{nic.name} merges received packets (LRO) on a host that forwards: merged packets cannot be forwarded whole.",
-                evidence=(Evidence(where=f"`ethtool -k {nic.name}`", seen="large-receive-offload: on", expected="off"),),
-                remedy=Remedy(text="use GRO instead", commands=(f"ethtool -K {nic.name} lro off",), undo=(f"ethtool -K {nic.name} lro on",)),
+                title=f"{nic.name} merges received packets (LRO) on a host that forwards: merged packets cannot be "
+                "forwarded whole.",
+                evidence=(
+                    Evidence(where=f"`ethtool -k {nic.name}`", seen="large-receive-offload: on", expected="off"),
+                ),
+                remedy=Remedy(
+                    text="use GRO instead",
+                    commands=(f"ethtool -K {nic.name} lro off",),
+                    undo=(f"ethtool -K {nic.name} lro on",),
+                ),
                 source="kernel Documentation/networking/segmentation-offloads.rst",
                 path="tcp",
             )
@@ -271,7 +296,9 @@ def interrupts(view: HostView) -> Iterator[Outcome]:
             if text:
                 cpus_of[irq] = parse_list(text)
         if not cpus_of:
-            yield Unknown(what=f"interrupt affinity of {nic.name}", why=f"/proc/irq/{irqs[0]} may not be read", hint="run as root")
+            yield Unknown(
+                what=f"interrupt affinity of {nic.name}", why=f"/proc/irq/{irqs[0]} may not be read", hint="run as root"
+            )
             continue
         used = {cpu for cpus in cpus_of.values() for cpu in cpus}
         if len(cpus_of) >= 4 and len(used) == 1 and (view.num_cpus or 0) > 1 and _is_fast(nic):
@@ -280,8 +307,17 @@ def interrupts(view: HostView) -> Iterator[Outcome]:
                 subject=nic.name,
                 severity="warning",
                 title=f"All {len(cpus_of)} interrupts of {nic.name} go to processor {min(used)}.",
-                evidence=(Evidence(where="/proc/irq/*/effective_affinity_list", seen=str(min(used)), expected="spread over its node"),),
-                remedy=Remedy(text="start irqbalance, or the driver's set_irq_affinity script", commands=("systemctl start irqbalance",)),
+                evidence=(
+                    Evidence(
+                        where="/proc/irq/*/effective_affinity_list",
+                        seen=str(min(used)),
+                        expected="spread over its node",
+                    ),
+                ),
+                remedy=Remedy(
+                    text="start irqbalance, or the driver's set_irq_affinity script",
+                    commands=("systemctl start irqbalance",),
+                ),
                 source="kernel Documentation/networking/scaling.rst",
                 path="tcp",
             )
@@ -296,7 +332,10 @@ def interrupts(view: HostView) -> Iterator[Outcome]:
                     Evidence(where=f"/sys/class/net/{nic.name}/device/numa_node", seen=str(nic.numa_node)),
                     Evidence(where="/proc/irq/*/effective_affinity_list", seen=_ranges(used), expected=_ranges(local)),
                 ),
-                remedy=Remedy(text="move them to its own node", commands=(f"set_irq_affinity_bynode.sh {nic.numa_node} {nic.name}",)),
+                remedy=Remedy(
+                    text="move them to its own node",
+                    commands=(f"set_irq_affinity_bynode.sh {nic.numa_node} {nic.name}",),
+                ),
                 source="kernel Documentation/networking/scaling.rst",
                 path="tcp",
             )

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import zipfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Optional
 
-from wirespeed.errors import InternalError
+from wirespeed.doctor.examine import Question, as_document, examine
+from wirespeed.errors import InternalError, WirespeedError
+from wirespeed.system import System
 
 MARK = "wirespeed-examination "
 MIN_PYTHON = (3, 9)
 MODULES = (
-    "__init__", "errors", "system", "units",
-    "doctor.__init__", "doctor.advice", "doctor.check", "doctor.counters", "doctor.examine", "doctor.gpu", "doctor.host",
-    "doctor.inventory", "doctor.launch", "doctor.network", "doctor.nic", "doctor.packed", "doctor.pci", "doctor.rdma",
-    "doctor.recorded", "doctor.sockets", "doctor.tcp",
+    "__init__", "errors", "system", "units", "doctor.__init__", "doctor.advice", "doctor.check",
+    "doctor.counter_rules", "doctor.counters", "doctor.examine", "doctor.gpu", "doctor.host", "doctor.inventory",
+    "doctor.launch", "doctor.launch_rules", "doctor.network", "doctor.nic", "doctor.packed", "doctor.pci",
+    "doctor.rdma", "doctor.recorded", "doctor.roce", "doctor.sockets", "doctor.tcp",
 )  # fmt: skip
-_MAIN = '''\
+_MAIN = """\
 import sys
 if sys.version_info < {version}:
     sys.exit("python %d.%d is too old: {version} or later is needed" % sys.version_info[:2])
@@ -36,7 +39,7 @@ if sys.version_info < (3, 10):
     )
 from wirespeed.doctor.packed import main
 sys.exit(main(sys.argv[1:]))
-'''
+"""
 
 
 def pack() -> bytes:
@@ -50,7 +53,9 @@ def pack() -> bytes:
             try:
                 content = (package / path).read_bytes()
             except OSError as fault:
-                raise InternalError(f"cannot pack {path}: {fault.strerror}", hint="wirespeed is installed incompletely") from fault
+                raise InternalError(
+                    f"cannot pack {path}: {fault.strerror}", hint="wirespeed is installed incompletely"
+                ) from fault
             _add(archive, f"wirespeed/{path}", content)
     return b"#!/usr/bin/env python3\n" + held.getvalue()
 
@@ -62,28 +67,17 @@ def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
     archive.writestr(entry, content)
 
 
-def options(*, during_s: Optional[float], rtt_s: Optional[float], peers: Sequence[str], only: Sequence[str]) -> str:
+def argument(question: Question) -> str:
     """The packed file's one argument."""
-    return json.dumps({"during_s": during_s, "rtt_s": rtt_s, "peers": list(peers), "only": list(only)})
+    return json.dumps(asdict(question))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Examine this host as the one argument says, and write the marked line to stdout."""
-    import sys
-
-    from wirespeed.doctor.examine import as_document, examine
-    from wirespeed.errors import WirespeedError
-    from wirespeed.system import System
-
     try:
         wanted = json.loads(arguments[0]) if arguments else {}
-        examination = examine(
-            System(),
-            during_s=wanted.get("during_s"),
-            rtt_s=wanted.get("rtt_s"),
-            peers=wanted.get("peers", ()),
-            only=wanted.get("only", ()),
-        )
+        lists = {name: tuple(value) for name, value in wanted.items() if isinstance(value, list)}
+        examination = examine(System(), Question(**{**wanted, **lists}))
     except WirespeedError as fault:
         sys.stderr.write(f"wirespeed: {fault}\n")
         return fault.exit_code

@@ -11,7 +11,6 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Optional
 
 from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Unknown, check
 from wirespeed.doctor.inventory import HostView
@@ -38,7 +37,7 @@ class Link:
         return f"{self.gt_per_s:g} GT/s x{self.width}"
 
 
-def link(view: HostView, bdf: str, which: str) -> Optional[Link]:
+def link(view: HostView, bdf: str, which: str) -> Link | None:
     """The ``current`` or ``max`` link of a device; None where sysfs does not say (root complex, virtual machine)."""
     base = f"/sys/bus/pci/devices/{bdf}"
     speed = re.match(r"([\d.]+) GT/s", view.system.read_text(f"{base}/{which}_link_speed") or "")
@@ -48,9 +47,9 @@ def link(view: HostView, bdf: str, which: str) -> Optional[Link]:
     return Link(gt_per_s=float(speed[1]), width=width)
 
 
-def _devices(view: HostView) -> dict[str, tuple[str, Optional[float]]]:
+def _devices(view: HostView) -> dict[str, tuple[str, float | None]]:
     """PCI name -> (what it is called, line rate) of NICs, RDMA devices and GPUs."""
-    found: dict[str, tuple[str, Optional[float]]] = {}
+    found: dict[str, tuple[str, float | None]] = {}
     for port in view.rdma_ports:
         if port.pci is not None:
             found[port.pci] = (port.device, port.rate_bit_per_s)
@@ -90,17 +89,21 @@ def links(view: HostView) -> Iterator[Outcome]:
             if rate is not None and now.bit_per_s < rate:
                 yield _too_slow_for_port(bdf, name, rate, now)
     if blind and not view.is_virtual:
-        yield Unknown(what=f"PCI Express link of {', '.join(blind)}", why="sysfs has no current_link_speed", hint="see `lspci -vv`")
+        yield Unknown(
+            what=f"PCI Express link of {', '.join(blind)}",
+            why="sysfs has no current_link_speed",
+            hint="see `lspci -vv`",
+        )
 
 
 def _below_maximum(
-    view: HostView, bdf: str, name: str, rate: Optional[float], *, is_gpu: bool, is_bridge: bool
+    view: HostView, bdf: str, name: str, rate: float | None, *, is_gpu: bool, is_bridge: bool
 ) -> Finding | None:
     now, most = link(view, bdf, "current"), link(view, bdf, "max")
     if now is None or most is None:
         return None
     is_narrow, is_slow = now.width < most.width, now.gt_per_s < most.gt_per_s and not is_gpu
-    # A bridge port may be wider or faster than what is plugged into it: it matters only where it is below the port's rate.
+    # A bridge may be wider or faster than what is plugged into it: it matters only where it is below the port's rate.
     if is_bridge and (rate is None or now.bit_per_s >= rate):
         return None
     if not is_narrow and not is_slow:
@@ -113,14 +116,20 @@ def _below_maximum(
         severity="critical" if is_limiting and rate is not None else "warning" if is_limiting else "notice",
         title=f"The PCI Express link of {where} runs at {now}; it can do {most}.",
         evidence=(
-            Evidence(where=f"/sys/bus/pci/devices/{bdf}/current_link_width, current_link_speed", seen=str(now), expected=str(most)),
+            Evidence(
+                where=f"/sys/bus/pci/devices/{bdf}/current_link_width, current_link_speed",
+                seen=str(now),
+                expected=str(most),
+            ),
             Evidence(
                 where="what it carries",
                 seen=f"{format_rate(now.bit_per_s)} of payload at most",
                 expected="" if rate is None else f"the port's {format_rate(rate)}",
             ),
         ),
-        remedy=Remedy(text="reseat the card or riser, try another slot, look at the slot's width and speed in the BIOS"),
+        remedy=Remedy(
+            text="reseat the card or riser, try another slot, look at the slot's width and speed in the BIOS"
+        ),
         source="PCI Express base specification; Imbue and sichek health checks",
         path="gpu" if is_gpu else "any",
         limit_bit_per_s=now.bit_per_s if is_limiting else None,
@@ -134,7 +143,9 @@ def _too_slow_for_port(bdf: str, name: str, rate: float, now: Link) -> Finding:
         subject=name,
         severity="warning",
         title=f"The slot of {name} carries {format_rate(now.bit_per_s)}, less than its port's {format_rate(rate)}.",
-        evidence=(Evidence(where=f"/sys/bus/pci/devices/{bdf}/current_link_speed", seen=str(now), expected=format_rate(rate)),),
+        evidence=(
+            Evidence(where=f"/sys/bus/pci/devices/{bdf}/current_link_speed", seen=str(now), expected=format_rate(rate)),
+        ),
         remedy=Remedy(text="use a faster or wider slot"),
         source="PCI Express base specification",
         limit_bit_per_s=now.bit_per_s,
@@ -146,8 +157,8 @@ def _too_slow_for_port(bdf: str, name: str, rate: float, now: Link) -> Finding:
 class Config:
     """What is read from a device's configuration space. None: it has no such capability."""
 
-    max_read_request_bytes: Optional[int]
-    acs_source_validation: Optional[bool]
+    max_read_request_bytes: int | None
+    acs_source_validation: bool | None
 
 
 def parse_config(content: bytes) -> Config:
@@ -177,14 +188,18 @@ def config(view: HostView) -> Iterator[Outcome]:
     """MaxReadReq below 4096 on ConnectX, and ACS source validation on bare metal."""
     if not view.is_root:
         hint = "run as root: the kernel shows others the first 64 bytes only"
-        yield Unknown(what="PCI Express read requests and access control (ACS)", why="configuration space is cut", hint=hint)
+        yield Unknown(
+            what="PCI Express read requests and access control (ACS)", why="configuration space is cut", hint=hint
+        )
         return
     bridges: list[str] = []
     for bdf, (name, rate) in _devices(view).items():
         content = view.system.read_bytes(f"/sys/bus/pci/devices/{bdf}/config")
         if content is None:
             if not view.is_virtual:
-                yield Unknown(what=f"configuration space of {name}", why=f"/sys/bus/pci/devices/{bdf}/config cannot be read")
+                yield Unknown(
+                    what=f"configuration space of {name}", why=f"/sys/bus/pci/devices/{bdf}/config cannot be read"
+                )
             continue
         request = parse_config(content).max_read_request_bytes
         is_mellanox = view.system.read_int(f"/sys/bus/pci/devices/{bdf}/vendor") == _MELLANOX
@@ -194,12 +209,17 @@ def config(view: HostView) -> Iterator[Outcome]:
                 subject=name,
                 severity="notice",
                 title=f"{name} reads host memory {request} bytes at a time (MaxReadReq); ConnectX wants 4096.",
-                evidence=(Evidence(where=f"/sys/bus/pci/devices/{bdf}/config", seen=f"MaxReadReq {request}", expected="4096"),),
-                remedy=Remedy(text="set it in the BIOS, or with setpci until the next boot",
-                              commands=(f"setpci -s {bdf} CAP_EXP+8.w=5000:7000",), caution="wrong values stop the device"),
+                evidence=(
+                    Evidence(where=f"/sys/bus/pci/devices/{bdf}/config", seen=f"MaxReadReq {request}", expected="4096"),
+                ),
+                remedy=Remedy(
+                    text="set it in the BIOS, or with setpci until the next boot",
+                    commands=(f"setpci -s {bdf} CAP_EXP+8.w=5000:7000",),
+                    caution="wrong values stop the device",
+                ),
                 source="sichek infiniband check_items (MaxReadReq 4096)",
                 path="rdma",
-            )  # fmt: skip
+            )
         bridges += [step for step in view.pci_path(bdf)[:-1] if step not in bridges]
     yield from _access_control(view, bridges)
 
@@ -238,7 +258,9 @@ def iommu(view: HostView) -> Iterator[Outcome]:
     if not groups:
         yield Fact(key="pci.iommu", value="off")
         return
-    translated = bool(kinds & {"DMA", "DMA-FQ"}) and (line is None or not re.search(r"\biommu=pt\b|\biommu.passthrough=1\b", line))
+    translated = bool(kinds & {"DMA", "DMA-FQ"}) and (
+        line is None or not re.search(r"\biommu=pt\b|\biommu.passthrough=1\b", line)
+    )
     if kinds == {None}:
         yield Unknown(what="IOMMU mode", why="/sys/kernel/iommu_groups/*/type cannot be read", hint="run as root")
         return
@@ -253,11 +275,15 @@ def iommu(view: HostView) -> Iterator[Outcome]:
                 Evidence(where="/sys/kernel/iommu_groups/*/type", seen="DMA or DMA-FQ", expected="identity"),
                 Evidence(where="/proc/cmdline", seen="no iommu=pt"),
             ),
-            remedy=Remedy(text="boot with iommu=pt", commands=("grubby --update-kernel=ALL --args=iommu=pt",),
-                          undo=("grubby --update-kernel=ALL --remove-args=iommu=pt",), caution="takes a reboot"),
+            remedy=Remedy(
+                text="boot with iommu=pt",
+                commands=("grubby --update-kernel=ALL --args=iommu=pt",),
+                undo=("grubby --update-kernel=ALL --remove-args=iommu=pt",),
+                caution="takes a reboot",
+            ),
             source="NCCL user guide, troubleshooting (IO virtualization)",
             path="rdma",
-        )  # fmt: skip
+        )
 
 
 CHECKS = (links, config, iommu)

@@ -13,11 +13,11 @@ from wirespeed.doctor.reports import HostReport, counts
 
 _HELP = {
     "wirespeed_doctor_findings": "Findings that are not suppressed, by severity.",
-    "wirespeed_doctor_finding": "1 for each finding; suppressed ones have suppressed=\"1\".",
+    "wirespeed_doctor_finding": '1 for each finding; suppressed ones have suppressed="1".',
     "wirespeed_doctor_unknowns": "What the checks could not see.",
     "wirespeed_doctor_check": "1 for each check, by status.",
     "wirespeed_doctor_last_run_seconds": "When the checks ran, in seconds since the epoch.",
-}  # fmt: skip
+}
 
 
 def textfile(reports: Iterable[HostReport]) -> str:

@@ -17,13 +17,13 @@ from wirespeed.system import SEEN_VARIABLES, CommandResult, Problem, Reading, Sy
 
 KIND, SCHEMA = "recorded_host", 1
 MAX_RECORDING_BYTES = 64 * 1024**2
-_NOT_INSTALLED = "not installed"
 
 
 def _empty() -> dict[str, Any]:
     return {
-        "kind": KIND, "schema": SCHEMA, "about": "", "files": {}, "problems": {}, "binaries": {}, "folders": {}, "links": {},
-        "exists": {}, "commands": {}, "environ": {}, "process_environs": {}, "tcp_diagnostics": {}, "watched": {},
+        "kind": KIND, "schema": SCHEMA, "about": "", "files": {}, "problems": {}, "binaries": {}, "folders": {},
+        "links": {}, "exists": {}, "commands": {}, "environ": {}, "process_environs": {}, "tcp_diagnostics": {},
+        "watched": {},
     }  # fmt: skip
 
 
@@ -132,7 +132,9 @@ class RecordedSystem(System):
         except OSError as fault:
             raise DataError(f"cannot read {path}: {fault.strerror or fault}") from fault
         except (ValueError, RecursionError) as fault:
-            raise DataError(f"{path} is no recorded host: {fault}", expected="JSON of `doctor host --record`") from fault
+            raise DataError(
+                f"{path} is no recorded host: {fault}", expected="JSON of `doctor host --record`"
+            ) from fault
         if not isinstance(held, dict) or held.get("kind") != KIND:
             raise DataError(f"{path} is no recorded host", expected=f'JSON with "kind": "{KIND}"')
         if held.get("schema") != SCHEMA:
@@ -159,7 +161,7 @@ class RecordedSystem(System):
         text = self._held["files"].get(name)
         if text is not None:
             return Reading(text=str(text).rstrip("\n"))
-        problem: Problem = self._held["problems"].get(name, "absent")
+        problem: Problem = self._held["problems"].get(name, "unreadable" if name in self._folders else "absent")
         return Reading(text=None, problem=problem)
 
     def read_bytes(self, name: str) -> bytes | None:
@@ -204,7 +206,7 @@ class RecordedSystem(System):
         """The recorded result. Raises MissingCapability where the program was missing or never run."""
         held = self._held["commands"].get(_command_key(command))
         if held is None or "missing" in held:
-            raise MissingCapability(f"program {command[0]!r} is {_NOT_INSTALLED}")
+            raise MissingCapability(f"program {command[0]!r} is not installed")
         return CommandResult(
             returncode=held.get("returncode", 0), stdout=held.get("stdout", ""), stderr=held.get("stderr", "")
         )

@@ -1,7 +1,7 @@
 """The checks on many hosts over the system's ssh: one connection each, nothing installed there, nothing left behind.
 
-The packed file goes through ssh's stdin into a file that its shell removes whatever happens. ssh is the user's own, with
-its configuration, keys and known hosts; it is never asked for a password (BatchMode). A host that does not answer is
+The packed file goes through ssh's stdin into a file that its shell removes whatever happens. ssh is the user's own,
+with its configuration, keys and known hosts; it never asks for a password (BatchMode). A host that does not answer is
 reported and does not hold up the others.
 """
 
@@ -11,9 +11,10 @@ import shlex
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
-from wirespeed.doctor.examine import Examination
-from wirespeed.doctor.packed import MARK, options, pack
+from wirespeed.doctor.examine import Examination, Question
+from wirespeed.doctor.packed import MARK, argument, pack
 from wirespeed.doctor.reports import HostFailure, examination_from_json
 from wirespeed.errors import DataError, MissingCapability, PeerFailure
 from wirespeed.system import CommandResult, System
@@ -44,22 +45,33 @@ def script(packed_options: str, *, use_sudo: bool = False) -> str:
 
 def ssh_command(host: str, ssh: Sequence[str], remote_script: str) -> list[str]:
     """The command line; a host that looks like an option is no host."""
-    return [*ssh, "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", "--", host, f"sh -c {shlex.quote(remote_script)}"]
+    return [
+        *ssh,
+        "-T",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        f"ConnectTimeout={CONNECT_S}",
+        "--",
+        host,
+        f"sh -c {shlex.quote(remote_script)}",
+    ]
 
 
 def examine_hosts(
     hosts: Sequence[str],
+    question: Question,
     *,
     system: System,
     ssh: Sequence[str] = ("ssh",),
-    during_s: float | None = None,
-    rtt_s: float | None = None,
-    only: Sequence[str] = (),
     use_sudo: bool = False,
     timeout_s: float = 60.0,
     on_end: Callable[[str], None] = lambda host: None,
 ) -> tuple[dict[str, Examination], tuple[HostFailure, ...]]:
-    """Examine every host; answers by host, and those that gave none. ``timeout_s`` is per host, beyond ``during_s``."""
+    """Examine every host; answers by host, and those that gave none.
+
+    ``timeout_s`` is per host, beyond the time for which counters are watched. Every host is told the others' addresses.
+    """
     names = tuple(dict.fromkeys(hosts))
     packed = pack()
     resolved = addresses(names)
@@ -67,10 +79,12 @@ def examine_hosts(
     failures: list[HostFailure] = []
 
     def ask(host: str) -> Examination | HostFailure:
-        peers = [address for name, address in resolved.items() if name != host][:MAX_PEERS]
-        text = script(options(during_s=during_s, rtt_s=rtt_s, peers=peers, only=only), use_sudo=use_sudo)
+        peers = tuple(address for name, address in resolved.items() if name != host)[:MAX_PEERS]
+        text = script(argument(replace(question, peers=peers)), use_sudo=use_sudo)
         try:
-            done = system.run(ssh_command(host, ssh, text), timeout_s=timeout_s + (during_s or 0.0), stdin=packed)
+            done = system.run(
+                ssh_command(host, ssh, text), timeout_s=timeout_s + (question.during_s or 0.0), stdin=packed
+            )
             return read_answer(host, done, timeout_s)
         except (PeerFailure, DataError) as fault:
             return HostFailure(host=host, why=str(fault))
@@ -105,7 +119,9 @@ def addresses(hosts: Sequence[str]) -> dict[str, str]:
     found = {}
     for host in hosts:
         try:
-            found[host] = str(socket.getaddrinfo(host.rpartition("@")[2], None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+            found[host] = str(
+                socket.getaddrinfo(host.rpartition("@")[2], None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+            )
         except OSError:
             continue
     return found
@@ -116,4 +132,6 @@ def require_ssh(system: System, ssh: Sequence[str]) -> None:
     try:
         system.run([*ssh, "-V"], timeout_s=5.0)
     except MissingCapability as fault:
-        raise MissingCapability(f"{fault.problem}", hint="install openssh-client, or name another with --ssh") from fault
+        raise MissingCapability(
+            f"{fault.problem}", hint="install openssh-client, or name another with --ssh"
+        ) from fault

@@ -11,7 +11,6 @@ import ipaddress
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Optional
 
 from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Unknown, check
 from wirespeed.doctor.inventory import HostView
@@ -30,14 +29,14 @@ class Connection:
     remote: str
     congestion: str
     rtt_s: float
-    min_rtt_s: Optional[float]
-    busy_s: Optional[float]
-    rwnd_limited_s: Optional[float]
-    sndbuf_limited_s: Optional[float]
-    bytes_sent: Optional[int]
-    bytes_retrans: Optional[int]
-    rcvbuf_bytes: Optional[int]
-    sndbuf_bytes: Optional[int]
+    min_rtt_s: float | None
+    busy_s: float | None
+    rwnd_limited_s: float | None
+    sndbuf_limited_s: float | None
+    bytes_sent: int | None
+    bytes_retrans: int | None
+    rcvbuf_bytes: int | None
+    sndbuf_bytes: int | None
 
 
 def parse_answer(answer: bytes) -> tuple[Connection, ...]:
@@ -147,7 +146,8 @@ def live_connections(view: HostView) -> list[Outcome]:
                     Evidence(
                         where=f"INET_DIAG {connection.local} -> {connection.remote}",
                         seen=f"limited {format_duration(share * (connection.busy_s or 0.0))} of "
-                        f"{format_duration(connection.busy_s or 0.0)} busy, round trip {format_duration(connection.rtt_s)}",
+                        f"{format_duration(connection.busy_s or 0.0)} busy, round trip "
+                        f"{format_duration(connection.rtt_s)}",
                         expected=f"below {format_percent(LIMITED_SHARE)}",
                     ),
                     Evidence(
@@ -155,7 +155,9 @@ def live_connections(view: HostView) -> list[Outcome]:
                         seen=f"receive {_size(connection.rcvbuf_bytes)}, send {_size(connection.sndbuf_bytes)}",
                     ),
                 ),
-                remedy=Remedy(text=f"{where}, or stop the program from fixing SO_RCVBUF / SO_SNDBUF: that ends autotuning"),
+                remedy=Remedy(
+                    text=f"{where}, or stop the program from fixing SO_RCVBUF / SO_SNDBUF: that ends autotuning"
+                ),
                 source=_SOURCE,
                 path="tcp",
             )

@@ -49,7 +49,7 @@ class Suppression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Whether it is about this finding on this host; a host's short and full name count as one."""
         if self.hosts is not None:
             names = expand_hostlist(self.hosts)
-            if host not in names and host.split(".")[0] not in names:
+            if host not in names and host.split(".", maxsplit=1)[0] not in names:
                 return False
         return fnmatch.fnmatchcase(finding.id, self.finding) and fnmatch.fnmatchcase(finding.subject, self.subject)
 
@@ -71,7 +71,7 @@ def read_suppressions(path: str | Path) -> tuple[Suppression, ...]:
 
 
 def suppress(report: HostReport, suppressions: tuple[Suppression, ...], *, today: date) -> HostReport:
-    """The report without what is suppressed, and with a notice for each entry that has expired and would have fitted."""
+    """The report without what is suppressed, and with a notice for each expired entry that would have fitted."""
     checks: list[CheckResult] = []
     kept_back: list[Suppressed] = []
     expired: dict[Suppression, Finding] = {}
@@ -81,7 +81,9 @@ def suppress(report: HostReport, suppressions: tuple[Suppression, ...], *, today
             fitting = [s for s in suppressions if s.fits(finding, report.host)]
             alive = [s for s in fitting if s.expires >= today]
             if alive:
-                kept_back.append(Suppressed(finding=finding, reason=alive[0].reason, expires=alive[0].expires.isoformat()))
+                kept_back.append(
+                    Suppressed(finding=finding, reason=alive[0].reason, expires=alive[0].expires.isoformat())
+                )
                 continue
             left.append(finding)
             for suppression in fitting:
@@ -93,7 +95,13 @@ def suppress(report: HostReport, suppressions: tuple[Suppression, ...], *, today
     if expired:
         findings = tuple(_expired(suppression, finding) for suppression, finding in expired.items())
         checks.append(
-            CheckResult(name="suppressions", about="suppressions that have expired", status="found", duration_s=0.0, findings=findings)
+            CheckResult(
+                name="suppressions",
+                about="suppressions that have expired",
+                status="found",
+                duration_s=0.0,
+                findings=findings,
+            )
         )
     return msgspec.structs.replace(report, checks=tuple(checks), suppressed=(*report.suppressed, *kept_back))
 

@@ -45,7 +45,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     held: str | None = None
     at: str = ""
     earlier: tuple[str, ...] = ()
-    """What we had set, or the kernel had made of it, in earlier runs: ours too, should this run end before it writes."""
+    """What earlier runs had set, or the kernel had made of it: ours too, should this run end before it writes."""
 
     @property
     def values(self) -> frozenset[str]:
@@ -116,9 +116,7 @@ class SysctlStore:
             plan = [self._plan(setting, journal) for setting in wanted]
             if is_dry_run or not any(change.action == "set" for change in plan):
                 return Outcome(is_dry_run=is_dry_run, changes=tuple(plan), notes=self._overrides(wanted))
-            journal = journal or Journal(
-                boot_id=self._boot_id(), namespace=self._namespace(), drop_in=self._drop_in
-            )
+            journal = journal or Journal(boot_id=self._boot_id(), namespace=self._namespace(), drop_in=self._drop_in)
             done: list[Change] = []
             for change in plan:
                 if change.action != "set":
@@ -162,7 +160,9 @@ class SysctlStore:
             changes = tuple(self._restore(entry, is_dry_run=is_dry_run) for entry in reversed(journal.entries))
             notes: list[str] = []
             if journal.boot_id != self._boot_id():
-                notes.append("the host was rebooted since: values that were never made permanent are gone by themselves")
+                notes.append(
+                    "the host was rebooted since: values that were never made permanent are gone by themselves"
+                )
             if journal.drop_in is not None:
                 notes += self._clear_drop_in(journal, is_dry_run=is_dry_run)
             if not is_dry_run:
@@ -172,7 +172,9 @@ class SysctlStore:
     def _plan(self, setting: Setting, journal: Journal | None) -> Change:
         now = self._read(setting.key)
         if now is None:
-            return Change(key=setting.key, action="gone", before="", after=setting.value, note="this kernel has no such parameter")
+            return Change(
+                key=setting.key, action="gone", before="", after=setting.value, note="this kernel has no such parameter"
+            )
         ours = None if journal is None else journal.find(setting.key)
         if now == setting.value or (ours is not None and ours.new == setting.value and now == ours.held):
             return Change(key=setting.key, action="kept", before=now, after=now)
@@ -192,13 +194,19 @@ class SysctlStore:
         if held == change.after:
             return change
         if held == change.before:
-            return msgspec.structs.replace(change, action="refused", after=held, note=f"the kernel kept it, and did not take {change.after}")
-        return msgspec.structs.replace(change, action="clamped", after=held, note=f"the kernel made {held} of {change.after}")
+            return msgspec.structs.replace(
+                change, action="refused", after=held, note=f"the kernel kept it, and did not take {change.after}"
+            )
+        return msgspec.structs.replace(
+            change, action="clamped", after=held, note=f"the kernel made {held} of {change.after}"
+        )
 
     def _restore(self, entry: Entry, *, is_dry_run: bool) -> Change:
         now = self._read(entry.key)
         if now is None:
-            return Change(key=entry.key, action="gone", before="", after="", note="this kernel has no such parameter any more")
+            return Change(
+                key=entry.key, action="gone", before="", after="", note="this kernel has no such parameter any more"
+            )
         if now == entry.old:
             return Change(key=entry.key, action="kept", before=now, after=now)
         if now not in entry.values and not self._is_our_clamp(entry, now, is_dry_run=is_dry_run):
@@ -236,7 +244,8 @@ class SysctlStore:
             return [f"{'would remove' if is_dry_run else 'removed'} {journal.drop_in}"]
         if not is_dry_run:
             self._system.replace_file(journal.drop_in, ("\n".join(strange) + "\n").encode())
-        return [f"{journal.drop_in} also holds lines of someone else (conflict); only ours {'would be' if is_dry_run else 'were'} taken out"]
+        verb = "would be" if is_dry_run else "were"
+        return [f"{journal.drop_in} also holds lines of someone else (conflict); only ours {verb} taken out"]
 
     def _overrides(self, wanted: Sequence[Setting]) -> tuple[str, ...]:
         """Files that come after our drop-in and say something else: they win at the next boot."""
@@ -271,7 +280,8 @@ class SysctlStore:
             handle = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as fault:
             raise MissingCapability(
-                f"cannot keep the old values in {path.parent}: {fault.strerror}", hint="run as root, or choose another --state-dir"
+                f"cannot keep the old values in {path.parent}: {fault.strerror}",
+                hint="run as root, or choose another --state-dir",
             ) from fault
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -288,7 +298,9 @@ class SysctlStore:
         try:
             journal = msgspec.json.decode(content, type=Journal)
         except msgspec.MsgspecError as fault:
-            raise DataError(f"{self._journal} is damaged: {fault}", hint="restore the values by hand, then remove it") from fault
+            raise DataError(
+                f"{self._journal} is damaged: {fault}", hint="restore the values by hand, then remove it"
+            ) from fault
         if journal.schema > Journal.SCHEMA:
             raise DataError(f"{self._journal} has schema {journal.schema}", expected=f"{Journal.SCHEMA} or lower")
         return journal

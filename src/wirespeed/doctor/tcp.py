@@ -23,7 +23,9 @@ _INITIAL_WINDOW_BYTES = 10 * 1460  # RFC 6928
 
 
 def link_rate_bit_per_s(view: HostView) -> float | None:
-    """The fastest physical interface that is up; None where none says its speed."""
+    """As given, else the fastest physical interface that is up; None where none says its speed."""
+    if view.rate_bit_per_s is not None:
+        return view.rate_bit_per_s
     speeds = [nic.speed_bit_per_s for nic in view.physical_nics if nic.is_up and nic.speed_bit_per_s is not None]
     return max(speeds, default=None)
 
@@ -47,7 +49,7 @@ def _rate_unknown() -> Unknown:
     return Unknown(
         what="the link's rate",
         why="no physical interface says its speed (usual in virtual machines)",
-        hint="measure it: `wirespeed bench links`",
+        hint="say it with --rate; measure it with `wirespeed bench links`",
     )
 
 
@@ -76,11 +78,15 @@ def buffers(view: HostView) -> Iterator[Outcome]:
             severity=_severity(view, "warning" if is_measured and is_felt else "notice"),
             title=f"One TCP connection cannot fill the link: {key} ends at {format_size(numbers[2])}.",
             evidence=(
-                Evidence(where=f"/proc/sys/{key.replace('.', '/')}", seen=text, expected=f"a maximum of {wanted} or more"),
+                Evidence(
+                    where=f"/proc/sys/{key.replace('.', '/')}", seen=text, expected=f"a maximum of {wanted} or more"
+                ),
                 Evidence(where="link", seen=f"{format_rate(rate)}, round trip {format_duration(rtt_s)} ({origin})"),
                 Evidence(
                     where="live connections",
-                    seen="some wait for a window" if is_felt else "none waits for a window now, so the gain is not shown",
+                    seen="some wait for a window"
+                    if is_felt
+                    else "none waits for a window now, so the gain is not shown",
                 ),
             ),
             remedy=Remedy(text=f"set {key} to {value}", settings=(Setting(key=key, value=value),)),
@@ -131,7 +137,12 @@ def queues(view: HostView) -> Iterator[Outcome]:
     yield from _listen_queue(view)
     yield from _unsent(view)
     yield from _ports(view)
-    for key in ("net.ipv4.tcp_fastopen", "net.ipv4.tcp_congestion_control", "net.core.default_qdisc", "net.ipv4.tcp_ecn"):
+    for key in (
+        "net.ipv4.tcp_fastopen",
+        "net.ipv4.tcp_congestion_control",
+        "net.core.default_qdisc",
+        "net.ipv4.tcp_ecn",
+    ):
         value = view.sysctl(key)
         if value is not None:
             yield Fact(key=key, value=value)
@@ -150,7 +161,9 @@ def _listen_queue(view: HostView) -> Iterator[Outcome]:
             subject=key,
             severity="warning",
             title=f"Only {value} connections may wait to be accepted: ranks that all connect at once are turned away.",
-            evidence=(Evidence(where="/proc/sys/net/core/somaxconn", seen=str(value), expected="4096, the default since 5.4"),),
+            evidence=(
+                Evidence(where="/proc/sys/net/core/somaxconn", seen=str(value), expected="4096, the default since 5.4"),
+            ),
             remedy=Remedy(text=f"set {key} to 4096", settings=(Setting(key=key, value="4096"),)),
             source=f"{_IP_SYSCTL} (somaxconn)",
             path="any",  # NCCL's bootstrap is TCP, whatever carries the data
@@ -170,7 +183,9 @@ def _unsent(view: HostView) -> Iterator[Outcome]:
             subject=key,
             severity=_severity(view, "warning"),
             title=f"Senders are woken for every {format_size(value)}: bulk transfers pay a wake-up each time.",
-            evidence=(Evidence(where="/proc/sys/net/ipv4/tcp_notsent_lowat", seen=str(value), expected="131072 or more"),),
+            evidence=(
+                Evidence(where="/proc/sys/net/ipv4/tcp_notsent_lowat", seen=str(value), expected="131072 or more"),
+            ),
             remedy=Remedy(text=f"set {key} to 131072", settings=(Setting(key=key, value="131072"),)),
             source=f"{_IP_SYSCTL}; below 64 KiB: own recommendation",
             path="tcp",
@@ -194,7 +209,9 @@ def _ports(view: HostView) -> Iterator[Outcome]:
             subject=key,
             severity="warning",
             title=f"Only {high - low + 1} ports for outgoing connections: a large job uses them up.",
-            evidence=(Evidence(where="/proc/sys/net/ipv4/ip_local_port_range", seen=text, expected="32768 60999 or wider"),),
+            evidence=(
+                Evidence(where="/proc/sys/net/ipv4/ip_local_port_range", seen=text, expected="32768 60999 or wider"),
+            ),
             remedy=Remedy(text=f"set {key} to 32768 60999", settings=(Setting(key=key, value="32768 60999"),)),
             source=f"{_IP_SYSCTL} (ip_local_port_range)",
         )
@@ -205,9 +222,14 @@ def _ports(view: HostView) -> Iterator[Outcome]:
             id="tcp.rendezvous-port",
             subject=key,
             severity="warning",
-            title=f"Port {_RENDEZVOUS_PORT} of torchrun may be taken by any outgoing connection: now and then a job cannot start.",
+            title=f"Port {_RENDEZVOUS_PORT} of torchrun may be taken by any outgoing connection: now and then a job "
+            "cannot start.",
             evidence=(
-                Evidence(where="/proc/sys/net/ipv4/ip_local_port_range", seen=text, expected=f"a range above {_RENDEZVOUS_PORT}"),
+                Evidence(
+                    where="/proc/sys/net/ipv4/ip_local_port_range",
+                    seen=text,
+                    expected=f"a range above {_RENDEZVOUS_PORT}",
+                ),
                 Evidence(where="/proc/sys/net/ipv4/ip_local_reserved_ports", seen=reserved or "(none)"),
             ),
             remedy=Remedy(
