@@ -258,13 +258,13 @@ def roce(*, mtu: int = 9000, is_crossed: bool = False) -> Tree:
         for slot, (kind, vendor) in enumerate(((0x0302, NVIDIA), (0x0200, MELLANOX))):
             down = f"{up}/0000:{bus + 1:02x}:0{slot}.0"
             tree.pci(down, kind=0x0604, vendor=0x1000, node=index, speed="16.0 GT/s PCIe", max_speed="16.0 GT/s PCIe")
-            is_moved = is_crossed and slot == 1
+            is_moved = is_crossed and slot == 1 and index == 1
             place = f"pci0000:20/0000:20:0{index + 2}.0" if is_moved else down
             if is_moved:
                 tree.pci(place, kind=0x0604, vendor=INTEL, node=0, speed="16.0 GT/s PCIe", max_speed="16.0 GT/s PCIe")
             bdf = tree.pci(f"{place}/0000:{bus + 2 + slot:02x}:00.0", kind=kind, vendor=vendor, node=0 if is_moved else index,
                            speed="16.0 GT/s PCIe", max_speed="16.0 GT/s PCIe")  # fmt: skip
-        tree.nic(f"ens{index + 1}np0", bdf, speed=200000, mtu=mtu, node=0 if is_crossed else index)
+        tree.nic(f"ens{index + 1}np0", bdf, speed=200000, mtu=mtu, node=0 if is_crossed and index == 1 else index)
         tree.rdma(
             f"mlx5_{index}",
             bdf,
@@ -275,10 +275,10 @@ def roce(*, mtu: int = 9000, is_crossed: bool = False) -> Tree:
         )
         tree.say("dcb", "-j", "pfc", "show", "dev", f"ens{index + 1}np0",
                  stdout='{"ifname":"x","pfc-cap":8,"macsec-bypass":false,"prio-pfc":[false,false,false,true,false,false,false,false]}')  # fmt: skip
-        net = f"{10 + index:02X}0200C0"
+        net = ("000200C0", "006433C6")[index]  # 192.0.2.0, 198.51.100.0
         tree.files["/proc/net/route"] += f"ens{index + 1}np0\t{net}\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n"
     tree.files["/proc/driver/nvidia/version"] = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07  Release\n"
-    tree.files["/proc/net/ip_tables_names"] = ""
+    tree.say("nft", "list", "ruleset")
     return tree
 
 

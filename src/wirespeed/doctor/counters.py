@@ -84,7 +84,7 @@ def _read_processors(view: HostView, held: dict[str, int]) -> None:
     _read_pairs(system.read_text("/proc/net/netstat"), "tcp", ("TcpExt",), held)
     for cpu, line in enumerate((system.read_text("/proc/net/softnet_stat") or "").splitlines()):
         cells = line.split()
-        if len(cells) >= 3:
+        if len(cells) >= 3 and all(re.fullmatch(r"[0-9a-f]{1,16}", cell) for cell in cells[:3]):
             for name, cell in zip(("processed", "dropped", "squeezed"), cells):  # noqa: B905 - Python 3.9
                 held[f"softnet.{cpu}.{name}"] = int(cell, 16)
     for line in (system.read_text("/proc/stat") or "").splitlines():

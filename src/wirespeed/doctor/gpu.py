@@ -57,9 +57,10 @@ def _nearest(view: HostView, gpu: Gpu, ports: list[RdmaPort]) -> tuple[str, list
 @check("gpu.nic-distance", "distance from each GPU to its nearest RDMA device", applies=_no_pair)
 def nic_distance(view: HostView) -> Iterator[Outcome]:
     """A GPU whose best NIC is across NUMA nodes, and a NIC that several GPUs share while another idles."""
-    ports = [port for port in view.rdma_ports if port.is_active]
+    # A port that is down is still where it is: rdma.ports reports it, and no GPU is called far for that.
+    ports = [port for port in view.rdma_ports if port.is_active or "Disabled" not in (port.phys_state or "")]
     if not ports:
-        yield Unknown(what="distance from GPU to NIC", why="no RDMA port is active")
+        yield Unknown(what="distance from GPU to NIC", why="every RDMA port is switched off")
         return
     used: Counter[str] = Counter()
     unseen: list[str] = []

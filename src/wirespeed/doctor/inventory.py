@@ -266,7 +266,7 @@ class HostView:
         for device in system.list_dir("/sys/class/infiniband"):
             base = f"/sys/class/infiniband/{device}"
             pci = system.real_path(f"{base}/device")
-            for port in system.list_dir(f"{base}/ports"):
+            for port in filter(str.isdigit, system.list_dir(f"{base}/ports")):
                 folder = f"{base}/ports/{port}"
                 rate = re.match(r"([\d.]+) Gb/sec", system.read_text(f"{folder}/rate") or "")
                 found.append(

@@ -15,7 +15,6 @@ from typing import Any
 from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Setting, Unknown, check
 from wirespeed.doctor.inventory import HostView
 
-_LISTENING = "0A"
 _ENGINES = {
     29500: "torchrun's rendezvous",
     29400: "torchrun's c10d rendezvous",
@@ -29,6 +28,9 @@ _ENGINES = {
     9000: "an object store",
 }
 _DANGEROUS = {6379, 8265, 10001, 11211}  # whoever reaches them owns data or the machine
+# Interface, destination, gateway, (flags, references, use, metric,) mask; addresses are little-endian.
+_ROUTE = re.compile(r"(\S+)\s+([0-9A-F]{8})\s+([0-9A-F]{8})\s+\S+\s+\S+\s+\S+\s+\S+\s+([0-9A-F]{8})\b")
+_SOCKET = re.compile(r"\s*\d+: ([0-9A-F]{8}|[0-9A-F]{32}):([0-9A-F]{4}) \S+ 0A\b")  # 0A: listening
 _MAX_RULE_LINES = 20_000
 
 
@@ -36,12 +38,13 @@ def on_link(view: HostView) -> dict[str, list[str]]:
     """Subnet -> interfaces that reach it without a gateway."""
     found: dict[str, list[str]] = defaultdict(list)
     for line in (view.system.read_text("/proc/net/route") or "").splitlines()[1:]:
-        cells = line.split()
-        if len(cells) >= 8 and cells[2] == "00000000" and cells[7] not in ("00000000", "FFFFFFFF"):
-            address, mask = (int.from_bytes(bytes.fromhex(cells[i]), "little") for i in (1, 7))
-            net = f"{ipaddress.ip_address(address)}/{bin(mask).count('1')}"
-            if cells[0] not in found[net]:
-                found[net].append(cells[0])
+        match = _ROUTE.match(line)
+        if match is None or match[3] != "00000000" or match[4] in ("00000000", "FFFFFFFF"):
+            continue
+        address, mask = (int.from_bytes(bytes.fromhex(match[group]), "little") for group in (2, 4))
+        net = f"{ipaddress.ip_address(address & mask)}/{bin(mask).count('1')}"
+        if match[1] not in found[net]:
+            found[net].append(match[1])
     return found
 
 
@@ -97,7 +100,7 @@ def _no_peers(view: HostView) -> str | None:
 @check("route.peers", "routes to the job's other hosts", applies=_no_peers, deadline_s=8.0)
 def peers(view: HostView) -> Iterator[Outcome]:
     """A gateway to a peer that is on link, and peers that are reached by different interfaces."""
-    nets = {ipaddress.ip_network(net): names for net, names in on_link(view).items()}
+    nets = {ipaddress.ip_network(net, strict=False): names for net, names in on_link(view).items()}
     by_interface: dict[str, list[str]] = defaultdict(list)
     for peer in view.peers:
         said = view.command("ip", "-j", "route", "get", peer)
@@ -220,14 +223,13 @@ def open_ports(view: HostView) -> Iterator[Outcome]:
     """Ports that are known by number; a service on another port is not recognised."""
     seen: dict[int, set[str]] = defaultdict(set)
     is_known = False
-    for name, width in (("/proc/net/tcp", 4), ("/proc/net/tcp6", 16)):
+    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
         text = view.system.read_text(name)
         is_known = is_known or text is not None
         for line in (text or "").splitlines()[1:]:
-            cells = line.split()
-            if len(cells) > 3 and cells[3] == _LISTENING:
-                address, _, port = cells[1].partition(":")
-                seen[int(port, 16)].add(_address(address, width))
+            match = _SOCKET.match(line)
+            if match is not None:
+                seen[int(match[2], 16)].add(_address(match[1]))
     if not is_known:
         yield view.file_unknown("/proc/net/tcp", "open ports")
         return
@@ -256,8 +258,9 @@ def open_ports(view: HostView) -> Iterator[Outcome]:
             )
 
 
-def _address(digits: str, width: int) -> str:
-    words = [bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, width * 2, 8)]
+def _address(digits: str) -> str:
+    """An address as the kernel prints it: words of four bytes, each in the processor's order."""
+    words = [bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)]
     return str(ipaddress.ip_address(b"".join(words)))
 
 

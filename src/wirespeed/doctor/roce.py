@@ -82,7 +82,10 @@ def _gids(view: HostView, port: RdmaPort) -> Iterator[Outcome]:
         if gid is None or kind is None or set(gid) <= {"0", ":"}:
             continue
         any_seen = True
-        address = ipaddress.ip_address(gid)
+        try:
+            address = ipaddress.ip_address(gid)
+        except ValueError:
+            continue
         if "v2" in kind and not address.is_link_local:
             routable.append(index)
     if routable:
