@@ -288,3 +288,12 @@ def test_help_and_checks_start_without_heavy_packages():
         "heavy = {'torch', 'numba', 'numpy', 'scipy', 'plotly', 'pyroute2'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_the_reference_page_lists_every_check_as_it_is():
+    from wirespeed.doctor.examine import CHECKS
+
+    page = (Path(__file__).parents[2] / "docs/reference/doctor-checks.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted(f"| `{check.name}` | {check.about} |" for check in CHECKS)
+    assert len({check.name for check in CHECKS}) == len(CHECKS)

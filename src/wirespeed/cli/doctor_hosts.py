@@ -1,4 +1,4 @@
-"""`wirespeed doctor host` on many hosts, over ssh or as ranks of a job, and `wirespeed doctor drift`."""
+"""`wirespeed doctor host` on many hosts, over ssh or as ranks of a job; `doctor drift` and `doctor path`."""
 
 from __future__ import annotations
 
@@ -132,3 +132,50 @@ def write_prometheus(reports: Sequence[HostReport], path: Path) -> None:
     from wirespeed.records import write_bytes
 
     write_bytes(path, textfile(reports).encode())
+
+
+def path_to(
+    target: Annotated[str, typer.Argument(help="The other host: a name or an IPv4 address.", metavar="HOST")],
+    *,
+    count: Annotated[int, typer.Option("--count", "-c", help="Rounds, one per second.")] = 5,
+    num_bytes: Annotated[
+        int, typer.Option("--bytes", help="Payload, never fragmented: the MTU less 28 tests the whole path.")
+    ] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> int:
+    """Delay and loss of each hop on the way to another host. Needs no privilege; a switch is no hop.
+
+    A hop that stays silent while later ones answer only declines to answer. Exit code 4 where the host does not answer.
+
+    Examples:
+
+      wirespeed doctor path node17
+
+      wirespeed doctor path node17 --bytes 8972      whether 9000 bytes pass everywhere
+    """
+    from wirespeed.cli.render import make_table, print_json, say, show
+    from wirespeed.doctor.hops import PathReport, trace
+    from wirespeed.measure.environment import capture
+    from wirespeed.measure.stats import median
+    from wirespeed.units import format_duration, format_percent
+
+    say(f"{count} rounds to {target}, one per second")
+    address, hops = trace(target, num_rounds=count, num_bytes=num_bytes)
+    report = PathReport(environment=capture(), target=target, address=address, hops=hops)
+    if as_json:
+        print_json(report)
+    else:
+        rows = [
+            [
+                str(hop.distance),
+                ", ".join(hop.addresses) or "no answer",
+                format_percent(hop.loss),
+                *([format_duration(f(hop.rtts_s)) for f in (min, median, max)] if hop.rtts_s else ["-"] * 3),
+                hop.problem,
+            ]
+            for hop in hops
+        ]
+        show(make_table(["hop", "address<", "no answer", "least", "median", "most", "problem<"], rows))
+        if not report.is_reached:
+            show(f"{target} itself did not answer: it is down, or a filter drops UDP or ICMP")
+    return 0 if report.is_reached else 4

@@ -36,6 +36,7 @@ app.add_typer(fabric.app, name="fabric")
 app.add_typer(plan.app, name="plan")
 app.add_typer(doctor.app, name="doctor")
 doctor.app.command("drift")(doctor_hosts.drift_of)
+doctor.app.command("path")(doctor_hosts.path_to)
 app.command("report")(report.report)
 
 

@@ -20,16 +20,16 @@ from wirespeed.doctor.remote import MAX_REPORT_CHARS
 from wirespeed.doctor.reports import (
     ClusterReport,
     HostFailure,
-    HostReport,
     examination_from_json,
     examination_to_json,
     host_report,
 )
-from wirespeed.errors import DataError, PeerFailure, UsageError
+from wirespeed.errors import DataError, PeerFailure
 from wirespeed.launch import Ranks
 from wirespeed.measure.clock import Deadline
 from wirespeed.measure.control import connect, listen, proof
 from wirespeed.measure.environment import capture, host_name
+from wirespeed.measure.links import control_port
 from wirespeed.system import System
 
 _NONCE_CHARS = 32
@@ -42,12 +42,10 @@ def gather(
 ) -> ClusterReport | None:
     """Rank 0: the report of all hosts, those that failed named. Other ranks: None, after they have answered.
 
-    ``timeout_s`` covers all but the time for which counters are watched. A port of its own is used (the master's
-    plus 2), since torchrun holds the master's. Raises PeerFailure where rank 0 cannot be reached.
+    ``timeout_s`` covers all but the time for which counters are watched. The port is that of ``bench links``:
+    MASTER_PORT, or one above it under torchrun, whose own that is. Raises PeerFailure where rank 0 cannot be reached.
     """
-    chosen = (ranks.master_port + 2 if ranks.master_port < 65534 else ranks.master_port - 2) if port is None else port
-    if not 1 <= chosen <= 65535:
-        raise UsageError(f"got port {chosen}", expected="1 to 65535")
+    chosen = control_port(ranks) if port is None else port
     look = (lambda: examine(System() if system is None else system, question)) if ranks.local_rank == 0 else None
     deadline = Deadline(timeout_s + (question.during_s or 0.0), "gathering reports")
     if ranks.rank == 0:
@@ -100,8 +98,7 @@ def _collect(ranks: Ranks, port: int, look: Callable[[], Examination] | None, de
             taken = {report.host for report in reports}
             name = answer.host if answer.host not in taken else f"{answer.host} (rank {rank})"
             reports.append(host_report(held, environment, name=name))
-    unique: tuple[HostReport, ...] = tuple(reports)
-    return ClusterReport(environment=environment, hosts=unique, failures=tuple(failures))
+    return ClusterReport(environment=environment, hosts=tuple(reports), failures=tuple(failures))
 
 
 def _receive(
