@@ -273,6 +273,7 @@ def roce(*, mtu: int = 9000, is_crossed: bool = False) -> Tree:
             netdev=f"ens{index + 1}np0",
             sm_lid="0x0",
         )
+        tree.files[f"/sys/class/infiniband/mlx5_{index}/tc/1/traffic_class"] = "Global tclass=106\n"
         tree.say("dcb", "-j", "pfc", "show", "dev", f"ens{index + 1}np0",
                  stdout='{"ifname":"x","pfc-cap":8,"macsec-bypass":false,"prio-pfc":[false,false,false,true,false,false,false,false]}')  # fmt: skip
         net = ("000200C0", "006433C6")[index]  # 192.0.2.0, 198.51.100.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -61,9 +62,10 @@ def test_strangers_and_other_tokens_are_turned_away(monkeypatch: pytest.MonkeyPa
     ):
         with connected(port) as stranger:
             stranger.settimeout(5)
-            stranger.sendall(content)
-            while stranger.recv(4096):
-                pass
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # it was closed before all was read
+                stranger.sendall(content)
+                while stranger.recv(4096):
+                    pass
     master.join()
     assert reports[0] is not None
     assert [f.host for f in reports[0].failures] == ["rank 1"]

@@ -14,6 +14,7 @@ from wirespeed.doctor.examine import CHECKS, Question, examine
 from wirespeed.doctor.inventory import HostView
 from wirespeed.doctor.launch import matching
 from wirespeed.doctor.pci import Link, parse_config
+from wirespeed.doctor.recorded import RecordedSystem
 from wirespeed.doctor.roce import roce_mtu
 from wirespeed.doctor.sockets import parse_answer
 
@@ -242,15 +243,15 @@ def test_roce_payload_follows_the_kernels_arithmetic(mtu: int, payload: int | No
     [
         ("2: INIT", "5: LinkUp", "rdma.no-subnet-manager"),
         ("1: DOWN", "2: Polling", "rdma.port-down"),
-        ("1: DOWN", "3: Disabled", None),
+        ("1: DOWN", "3: Disabled", "gpu.nic-far"),
     ],
 )
-def test_ports_that_are_not_active(state: str, phys: str, id_: str | None):
+def test_ports_that_are_not_active(state: str, phys: str, id_: str):
     tree = h100()
     tree.files["/sys/class/infiniband/mlx5_2/ports/1/state"] = state
     tree.files["/sys/class/infiniband/mlx5_2/ports/1/phys_state"] = phys
     ids = set(found(tree))
-    assert ids == (set() if id_ is None else {id_})
+    assert ids == {id_}
 
 
 def test_a_port_slower_than_its_twins_is_found():
@@ -366,8 +367,6 @@ def test_ranks_of_one_job_with_other_settings_are_found():
         }
         for pid in (10, 11, 12)
     }
-    from wirespeed.doctor.recorded import RecordedSystem
-
     ids = {f.id: f for c in examine(RecordedSystem(held)).checks for f in c.findings}
     assert [e.where for e in ids["launch.ranks-differ"].evidence] == ["rank 0, 2", "rank 1"]
 
@@ -534,7 +533,12 @@ def test_counters_are_read_before_and_after_on_a_real_host():
 
 
 def inet_diag(
-    *, remote: str = "192.0.2.9", busy_us: int = 2_000_000, limited_us: int = 800_000, info_bytes: int = 232
+    *,
+    remote: str = "192.0.2.9",
+    congestion: str = "cubic",
+    busy_us: int = 2_000_000,
+    limited_us: int = 800_000,
+    info_bytes: int = 232,
 ) -> bytes:
     """One established connection as the kernel sends it."""
     info = bytearray(info_bytes)
@@ -550,6 +554,8 @@ def inet_diag(
     )
     body = bytes((socket.AF_INET, 1, 0, 0)) + ids + bytes(20)
     attribute = struct.pack("=HH", 4 + len(info), 2) + bytes(info)
+    name = congestion.encode() + b"\0"
+    attribute += struct.pack("=HH", 4 + len(name), 4) + name + bytes(-len(name) % 4)
     message = body + attribute
     return struct.pack("=IHHII", 16 + len(message), 20, 0, 1, 0) + message
 
@@ -560,6 +566,15 @@ def test_a_connection_that_waits_for_the_receivers_window_is_found():
     finding = found(tree)["tcp.window-limited"]
     assert (finding.subject, "40 %" in finding.title) == ("192.0.2.9:29500", True)
     tree.tcp_diagnostics["2"] = inet_diag(limited_us=100_000).hex()
+    assert found(tree) == {}
+
+
+def test_mixed_congestion_controls_are_found():
+    tree = ethernet()
+    each = [inet_diag(limited_us=0, congestion=name) for name in ("bbr", "cubic", "cubic", "bbr")]
+    tree.tcp_diagnostics["2"] = b"".join(each).hex()
+    assert set(found(tree)) == {"tcp.mixed-congestion-control"}
+    tree.tcp_diagnostics["2"] = b"".join(each[1:3]).hex()
     assert found(tree) == {}
 
 

@@ -11,7 +11,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import msgspec
 
@@ -33,6 +33,8 @@ from wirespeed.measure.links import control_port
 from wirespeed.system import System
 
 _NONCE_CHARS = 32
+_POLL_S = 0.2
+_MAX_PENDING = 64
 _PROOF_CHARS = 64
 _HEAD = struct.Struct("!II")  # rank, length of what follows
 
@@ -63,17 +65,19 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 def _collect(ranks: Ranks, port: int, look: Callable[[], Examination] | None, deadline: Deadline) -> ClusterReport:
     answers: dict[int, _Answer | HostFailure] = {}
-    with listen(ranks.master_addr, port) as server, ThreadPoolExecutor(max_workers=64) as pool:
+    with listen(ranks.master_addr, port) as server, ThreadPoolExecutor(max_workers=_MAX_PENDING + 1) as pool:
         own = None if look is None else pool.submit(look)
         pending: list[Future[tuple[int, _Answer | HostFailure] | None]] = []
-        while len(pending) < 4 * ranks.world_size and len(answers) < ranks.world_size - 1 and deadline.remaining_s > 0:
-            server.settimeout(min(0.2, max(deadline.remaining_s, 0.001)))
+        while len(answers) < ranks.world_size - 1 and deadline.remaining_s > 0:
             try:
-                connection, _ = server.accept()
+                # Strangers that say nothing hold a place until the deadline; the queue of the socket waits meanwhile.
+                if len(pending) < _MAX_PENDING:
+                    server.settimeout(_POLL_S)
+                    pending.append(pool.submit(_receive, server.accept()[0], ranks.world_size, deadline))
+                else:
+                    wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             except TimeoutError:
                 pass
-            else:
-                pending.append(pool.submit(_receive, connection, ranks.world_size, deadline))
             for done in [one for one in pending if one.done()]:
                 pending.remove(done)
                 received = done.result()

@@ -236,4 +236,34 @@ def ranks(view: HostView) -> Iterator[Outcome]:
         )
 
 
-CHECKS = (interfaces, values, ranks)
+@check("launch.scheduling", "how the kernel schedules ranks that compute and communicate on the same processors")
+def scheduling(view: HostView) -> Iterator[Outcome]:
+    """Ranks of gloo on a crowded host: each has several threads that take the processor from one another."""
+    pids = [pid for processes in running_ranks(view).values() for pid in processes]
+    num_cpus = view.num_cpus
+    if not pids or view.gpus or num_cpus is None or 2 * len(pids) <= num_cpus:
+        return
+    policies: dict[int, str] = {}
+    for pid in pids:
+        # The name in parentheses may hold spaces; the policy is the 39th field behind it (proc(5)).
+        fields = (view.system.read_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+        if len(fields) > 38:
+            policies[pid] = fields[38]
+    usual = [pid for pid, policy in policies.items() if policy == "0"]
+    if usual:
+        yield Finding(
+            id="launch.gloo-scheduling",
+            subject=f"{len(usual)} ranks",
+            severity="notice",
+            title=f"{len(pids)} ranks share {num_cpus} processors in time slices: gloo's threads interrupt each other.",
+            evidence=(Evidence(where=f"/proc/{usual[0]}/stat policy", seen="0 (other)", expected="3 (batch)"),),
+            remedy=Remedy(
+                text="call os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)) before init_process_group, "
+                "or start ranks with chrt",
+                commands=("chrt --batch 0 torchrun ...",),
+            ),
+            source="measured in this project's lab: all_reduce of 1 KiB over 4 ranks 4.4 to 1.3 ms",
+        )
+
+
+CHECKS = (interfaces, values, ranks, scheduling)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Setting, Unknown, check
 from wirespeed.doctor.inventory import HostView, RdmaPort
+from wirespeed.doctor.launch import settings
 from wirespeed.doctor.network import on_link
 from wirespeed.doctor.rdma import no_rdma
 
@@ -75,22 +76,24 @@ def _roce_mtu(view: HostView, port: RdmaPort) -> Iterator[Outcome]:
 
 def _gids(view: HostView, port: RdmaPort) -> Iterator[Outcome]:
     base = f"/sys/class/infiniband/{port.device}/ports/{port.port}"
-    routable, any_seen = [], False
+    routable: list[int] = []
+    any_seen = is_hidden = False
     for index in sorted(int(name) for name in view.system.list_dir(f"{base}/gids") if name.isdigit())[:32]:
-        gid = view.system.read_text(f"{base}/gids/{index}")
-        kind = view.system.read_text(f"{base}/gid_attrs/types/{index}")  # an empty index answers EINVAL
-        if gid is None or kind is None or set(gid) <= {"0", ":"}:
+        # An empty index answers EINVAL: it is no address, and nothing is hidden.
+        gid, kind = (view.system.read(f"{base}/{folder}/{index}") for folder in ("gids", "gid_attrs/types"))
+        is_hidden = is_hidden or "denied" in (gid.problem, kind.problem)
+        if gid.text is None or kind.text is None or set(gid.text) <= {"0", ":"}:
             continue
-        any_seen = True
         try:
-            address = ipaddress.ip_address(gid)
+            address = ipaddress.ip_address(gid.text)
         except ValueError:
             continue
-        if "v2" in kind and not address.is_link_local:
+        any_seen = True
+        if "v2" in kind.text and not address.is_link_local:
             routable.append(index)
     if routable:
         yield Fact(key=f"rdma.{port.name}.gid-index", value=str(routable[0]))
-    elif any_seen:
+    elif any_seen and not is_hidden:
         yield Finding(
             id="rdma.no-routable-gid",
             subject=port.name,
@@ -127,6 +130,7 @@ def _priorities(view: HostView, port: RdmaPort) -> Iterator[Outcome]:
             yield Unknown(what=f"lossless priorities (PFC) of {netdev}", why="the answer has another form")
             continue
         yield Fact(key=f"rdma.{port.name}.pfc", value=",".join(map(str, enabled)) or "none")
+        yield from _priority_of_traffic(view, port, netdev, enabled)
         marks = {p: view.system.read_text(f"/sys/class/net/{netdev}/ecn/roce_np/enable/{p}") for p in range(8)}
         has_ecn = any(mark == "1" for mark in marks.values())
         if not enabled and not has_ecn:
@@ -157,6 +161,38 @@ def _priorities(view: HostView, port: RdmaPort) -> Iterator[Outcome]:
                 source="nccl#378, #306 (not always confirmed as the cause): confirm with `--during 10s` under load",
                 path="rdma",
             )
+
+
+def _priority_of_traffic(view: HostView, port: RdmaPort, netdev: str, enabled: tuple[int, ...]) -> Iterator[Outcome]:
+    """Whether RoCE traffic is sent in a lossless priority: its DSCP over 8, as interfaces that trust DSCP map it."""
+    if not enabled:
+        return
+    file = f"/sys/class/infiniband/{port.device}/tc/{port.port}/traffic_class"
+    given = settings(view).get("NCCL_IB_TC")
+    fixed = re.search(r"tclass=(\d+)", view.system.read_text(file) or "")
+    text, where = (given.value, given.where) if given is not None else (fixed[1] if fixed else "", file)
+    if not re.fullmatch(r"\d{1,3}", text):
+        why = f"NCCL_IB_TC is not set and {file} does not say"
+        yield Unknown(what=f"priority of RoCE traffic on {netdev}", why=why, hint="set NCCL_IB_TC to DSCP x 4")
+        return
+    priority = int(text) >> 5  # traffic class = DSCP x 4; priority = DSCP / 8
+    yield Fact(key=f"rdma.{port.name}.priority", value=str(priority))
+    if priority not in enabled:
+        yield Finding(
+            id="rdma.lossy-priority",
+            subject=netdev,
+            severity="warning",
+            title=f"RoCE traffic of {netdev} is sent in priority {priority}, which is not lossless.",
+            evidence=(
+                Evidence(where=where, seen=f"traffic class {text} = DSCP {int(text) >> 2}, priority {priority}"),
+                Evidence(where=f"PFC of {netdev}", seen=f"priority {', '.join(map(str, enabled))}"),
+            ),
+            remedy=Remedy(
+                text=f"NCCL_IB_TC={enabled[0] * 32} puts it into priority {enabled[0]}; agree with the switch's owner"
+            ),
+            source="NCCL user guide (NCCL_IB_TC = DSCP x 4); nccl#378; default map of mlnx_qos --trust dscp",
+            path="rdma",
+        )
 
 
 def _lossless(text: str) -> tuple[int, ...] | None:
