@@ -11,6 +11,7 @@ import time
 import pytest
 from spmd import free_port, run_ranks
 
+from wirespeed.cli.main import main
 from wirespeed.doctor.examine import Question
 from wirespeed.doctor.gather import gather
 from wirespeed.errors import PeerFailure
@@ -79,6 +80,20 @@ def connected(port: int) -> socket.socket:
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_an_sbatch_script_is_one_process_and_looks_at_its_own_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, value in {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "64",
+        "SLURM_LOCALID": "0",
+        "SLURM_JOB_NODELIST": "n[1-64]",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "host", "--only", "host.identity", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "host_report"
 
 
 def test_without_rank_0_the_others_end_with_a_peer_failure():

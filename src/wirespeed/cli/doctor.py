@@ -141,7 +141,8 @@ def host(
         return _report_outcome(_store(this_namespace, state_dir).rollback(is_dry_run=dry_run), as_json=as_json)
     question = _question(during, rtt, rate, peers, only)
     told = _read_suppressions(suppressions)
-    if hosts is not None or _is_many_ranks(recorded, apply):
+    is_one = apply or health_check or recorded is not None or record is not None
+    if hosts is not None or (not is_one and _is_many_ranks()):
         from wirespeed.cli.doctor_hosts import end_cluster, over_ranks, over_ssh
 
         wait_s = parse_duration(timeout)
@@ -254,11 +255,18 @@ def _addresses(peers: str) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def _is_many_ranks(recorded: Path | None, apply: bool) -> bool:
-    """Whether a launcher started several of us, each to look at its own host."""
+def _is_many_ranks() -> bool:
+    """Whether a launcher started several of us, each to look at its own host.
+
+    An sbatch script itself has SLURM_PROCID=0 and the job's task count too, but is no step: there is one of it.
+    """
     from wirespeed.launch import is_launched, ranks
 
-    return recorded is None and not apply and is_launched() and ranks().world_size > 1
+    if not is_launched():
+        return False
+    place = ranks()
+    is_script = place.launcher == "slurm" and not {"SLURM_STEP_ID", "SLURM_STEPID"} & os.environ.keys()
+    return place.world_size > 1 and not is_script
 
 
 def _read_suppressions(path: Path | None) -> tuple[Suppression, ...]:
