@@ -98,3 +98,60 @@ def test_program_that_is_absent_or_may_not_run_is_a_missing_capability(tmp_path:
     plain.write_text("text")
     with pytest.raises(MissingCapability, match="cannot be run: Permission denied"):
         System().run([str(plain)])
+
+
+def test_why_a_file_cannot_be_read_is_told_apart(tree: System, tmp_path: Path):
+    assert tree.read("/sys/class/net/eth0/mtu").text == "1500"
+    assert tree.read("/sys/none").problem == "absent"
+    assert tree.read("/sys/class").problem == "unreadable"  # a folder
+    assert tree.read("/sys/class/net/eth0/mtu/more").problem == "absent"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_denied(tree: System, tmp_path: Path):
+    (tmp_path / "secret").write_text("1")
+    (tmp_path / "secret").chmod(0)
+    assert tree.read("/secret").problem == "denied"
+
+
+def test_links_end_below_the_root_or_nowhere(tree: System, tmp_path: Path):
+    device = tmp_path / "sys/devices/pci0000:00/0000:00:03.0"
+    device.mkdir(parents=True)
+    (tmp_path / "sys/class/net/eth0/device").symlink_to("../../../devices/pci0000:00/0000:00:03.0")
+    (tmp_path / "sys/out").symlink_to("/etc/passwd")
+    (tmp_path / "sys/loop").symlink_to("loop")
+    assert tree.real_path("/sys/class/net/eth0/device") == "/sys/devices/pci0000:00/0000:00:03.0"
+    assert tree.real_path("/sys/out") is None
+    assert tree.real_path("/sys/loop") is None
+    assert tree.real_path("/sys/none") is None
+
+
+def test_of_other_processes_environments_only_known_variables_are_kept(tree: System, tmp_path: Path):
+    folder = tmp_path / "proc/7"
+    folder.mkdir(parents=True)
+    (folder / "environ").write_bytes(b"NCCL_ALGO=Ring\0AWS_SECRET_ACCESS_KEY=x\0RANK=3\0HF_TOKEN=y\0")
+    assert tree.process_environ(7) == {"NCCL_ALGO": "Ring", "RANK": "3"}
+    assert tree.process_environ(8) is None
+
+
+def test_a_setting_is_written_in_one_call_and_a_refusal_is_said(tree: System, tmp_path: Path):
+    tree.write_setting("/sys/class/net/eth0/mtu", "9000")
+    assert tree.read_text("/sys/class/net/eth0/mtu") == "9000"
+    with pytest.raises(MissingCapability, match="cannot set /sys/none"):
+        tree.write_setting("/sys/none", "1")
+
+
+def test_a_file_is_replaced_as_a_whole_and_removed_once(tree: System, tmp_path: Path):
+    tree.replace_file("/etc/new/file", b"one")
+    tree.replace_file("/etc/new/file", b"two")
+    assert (tmp_path / "etc/new/file").read_bytes() == b"two"
+    assert [path.name for path in (tmp_path / "etc/new").iterdir()] == ["file"]
+    tree.remove_file("/etc/new/file")
+    tree.remove_file("/etc/new/file")
+    with pytest.raises(MissingCapability, match="cannot write"):
+        tree.replace_file("/sys/class/net/eth0/mtu/more", b"")
+
+
+def test_a_command_gets_its_input_and_speaks_english():
+    code = "import os, sys; print(len(sys.stdin.buffer.read()), os.environ['LC_ALL'])"
+    assert System().run([sys.executable, "-c", code], timeout_s=60, stdin=b"x" * 100_000).stdout == "100000 C\n"
