@@ -14,6 +14,7 @@ from wirespeed.doctor.pci import parse_config
 from wirespeed.doctor.recorded import RecordedSystem
 from wirespeed.doctor.sockets import parse_answer
 from wirespeed.launch import expand_hostlist
+from wirespeed.system import Reading
 
 _HELD = {name: make().held() for name, make in TREES.items()}
 _TEXTS = st.one_of(
@@ -48,8 +49,38 @@ def test_what_disappears_from_a_healthy_host_is_never_a_reason_to_call_it_slow_o
         if held["files"].pop(path, None) is not None:
             held["problems"][path] = "denied"
     held["folders"] = {"/dev/infiniband": ["uverbs0"], "/usr/lib/x86_64-linux-gnu": ["libibverbs.so.1"]}
-    checks = examine(RecordedSystem(held)).checks
+    system = CountingSystem(held)
+    checks = examine(system).checks
     assert [f.id for c in checks for f in c.findings] == []
+    # Whatever was asked for and denied stands in some check's unknowns, or keeps a check from having passed.
+    assert not system.denied or any(c.status == "unknown" for c in checks)
+
+
+@settings(max_examples=60)
+@given(name=st.sampled_from(["h100_ib", "roce_healthy"]), data=st.data())
+def test_one_file_that_is_denied_keeps_a_check_from_passing(name: str, data: st.DataObject):
+    held = json.loads(json.dumps(_HELD[name]))
+    path = data.draw(st.sampled_from(sorted(held["files"])))
+    del held["files"][path]
+    held["problems"] = {path: "denied"}
+    system = CountingSystem(held)
+    checks = examine(system).checks
+    assert [f.id for c in checks for f in c.findings] == []
+    assert any(c.status == "unknown" for c in checks) == bool(system.denied)
+
+
+class CountingSystem(RecordedSystem):
+    """Remembers what it denied."""
+
+    def __init__(self, held: dict[str, object]) -> None:
+        super().__init__(held)
+        self.denied: set[str] = set()
+
+    def read(self, name: str) -> Reading:
+        reading = super().read(name)
+        if reading.problem == "denied":
+            self.denied.add(name)
+        return reading
 
 
 @given(st.binary(max_size=300))

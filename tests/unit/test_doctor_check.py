@@ -20,7 +20,8 @@ from wirespeed.doctor.check import (
     run_checks,
     worst_first,
 )
-from wirespeed.doctor.inventory import HostView, parse_list, parse_mask
+from wirespeed.doctor.cpu_lists import parse_list, parse_mask
+from wirespeed.doctor.inventory import HostView
 from wirespeed.errors import InternalError
 
 

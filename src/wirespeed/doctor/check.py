@@ -235,8 +235,12 @@ class _Attempt:
 
     def _work(self, view: HostView) -> None:
         try:
+            view.take_denied()
             why = self.check.why_not(view)
             outcomes = [] if why is not None else list(self.check.run(view))
+            hidden = _hidden(self.check, outcomes, view.take_denied())
+            # What was denied may be just what makes it apply.
+            why, outcomes = (None, hidden) if why is not None and hidden else (why, [*outcomes, *hidden])
             result = _result_of(self.check, outcomes, time.monotonic() - self.started_at, why)
         except Exception as fault:  # a bug in one check must not hide what the others say
             broken = Unknown(
@@ -248,6 +252,16 @@ class _Attempt:
         with self._wake:
             self._result = result
             self._wake.notify_all()
+
+
+def _hidden(check_: Check, outcomes: Iterable[Outcome], denied: Sequence[str]) -> list[Outcome]:
+    """One unknown for all that was denied to a check and that it does not speak of itself."""
+    told = [outcome.why + outcome.what for outcome in outcomes if isinstance(outcome, Unknown)]
+    silent = [name for name in denied if not any(name in text for text in told)]
+    if not silent:
+        return []
+    more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
+    return [Unknown(what=check_.about, why=f"{silent[0]}{more} may not be read", hint="run as root")]
 
 
 def _result_of(check_: Check, outcomes: Iterable[Outcome], duration_s: float, why: str | None = None) -> CheckResult:

@@ -38,7 +38,12 @@ def identity(view: HostView) -> Iterator[Outcome]:
         yield Fact(key="host.memory", value=f"{round(int(memory[1]) / 2**20)} GiB")
 
 
-@check("host.cpu-clock", "processor frequency governor")
+def _hypervisor_decides(view: HostView) -> str | None:
+    is_hidden = not view.system.list_dir("/sys/devices/system/cpu/cpu0/cpufreq")
+    return "the hypervisor decides" if view.is_virtual and is_hidden else None
+
+
+@check("host.cpu-clock", "processor frequency governor", applies=_hypervisor_decides)
 def governor(view: HostView) -> Iterator[Outcome]:
     """Anything but "performance" answers bursts late. Where the kernel has no cpufreq, the hypervisor decides."""
     found: Counter[str] = Counter()
@@ -48,10 +53,7 @@ def governor(view: HostView) -> Iterator[Outcome]:
             if text is not None:
                 found[text] += 1
     if not found:
-        if view.is_virtual is False:
-            yield Unknown(
-                what="frequency governor", why="this kernel shows no cpufreq", hint="`cpupower frequency-info`"
-            )
+        yield Unknown(what="frequency governor", why="this kernel shows no cpufreq", hint="`cpupower frequency-info`")
         return
     yield Fact(key="host.governor", value=", ".join(sorted(found)))
     slow = {name: count for name, count in found.items() if name != "performance"}

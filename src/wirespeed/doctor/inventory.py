@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from wirespeed.doctor.check import Unknown
+from wirespeed.doctor.cpu_lists import parse_list
+from wirespeed.doctor.watched import WatchedSystem
 from wirespeed.errors import MissingCapability
 from wirespeed.system import CommandResult, System
 
@@ -114,7 +116,7 @@ class HostView:
         rate_bit_per_s: float | None = None,
         peers: Sequence[str] = (),
     ) -> None:
-        self.system = system
+        self.system = WatchedSystem(system)
         self.rtt_s = rtt_s
         self.rate_bit_per_s = rate_bit_per_s
         self.peers = tuple(peers)
@@ -128,10 +130,23 @@ class HostView:
         """The value of ``key``, made once; threads that ask at the same time wait for it."""
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
+        notes = self.system.notes
         with lock:
             if key not in self._kept:
-                self._kept[key] = make()
-            return cast(T, self._kept[key])
+                before, notes.denied = notes.denied, []
+                try:
+                    self._kept[key] = make(), tuple(notes.denied)
+                finally:
+                    notes.denied = before
+            value, denied = self._kept[key]
+        notes.denied += denied
+        return cast(T, value)
+
+    def take_denied(self) -> tuple[str, ...]:
+        """What this thread was denied since it last asked, each once."""
+        notes = self.system.notes
+        denied, notes.denied = tuple(dict.fromkeys(notes.denied)), []
+        return denied
 
     # What it is
 
@@ -370,22 +385,3 @@ class HostView:
             is_denied = re.search(r"(?i)permitted|permission|denied|root", why) is not None
             return Unknown(what=f"`{shown}`", why=why, hint="run as root" if is_denied and not self.is_root else "")
         return done
-
-
-def parse_list(text: str) -> tuple[int, ...]:
-    """Numbers of a kernel list such as ``0-3,8``. What is no list gives nothing."""
-    numbers: list[int] = []
-    for part in text.strip().split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip())
-        if match is not None:
-            numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(numbers)
-
-
-def parse_mask(text: str) -> tuple[int, ...]:
-    """Numbers of a kernel bit mask such as ``ff,00000003``."""
-    digits = text.strip().replace(",", "")
-    if re.fullmatch(r"[0-9a-fA-F]+", digits) is None:
-        return ()
-    mask = int(digits, 16)
-    return tuple(bit for bit in range(mask.bit_length()) if mask >> bit & 1)

@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Unknown, check
-from wirespeed.doctor.inventory import HostView, Nic, parse_list, parse_mask
+from wirespeed.doctor.cpu_lists import parse_list, parse_mask
+from wirespeed.doctor.inventory import HostView, Nic
 from wirespeed.units import format_rate
 
 FAST_BIT_PER_S = 10e9  # below, one core does it all

@@ -65,7 +65,13 @@ def _has_none(view: HostView) -> str | None:
     return None if _devices(view) else "no PCI network device and no GPU"
 
 
-@check("pci.links", "PCI Express speed and width of NICs and GPUs, up to the root", applies=_has_none)
+def _shows_no_link(view: HostView) -> str | None:
+    if view.is_virtual and not any(link(view, bdf, "current") for bdf in _devices(view)):
+        return "this virtual machine is shown no PCI Express links"
+    return _has_none(view)
+
+
+@check("pci.links", "PCI Express speed and width of NICs and GPUs, up to the root", applies=_shows_no_link)
 def links(view: HostView) -> Iterator[Outcome]:
     """A link below its maximum, on the device or on a bridge above it; and one too slow for its network port."""
     reported: set[str] = set()
@@ -88,7 +94,7 @@ def links(view: HostView) -> Iterator[Outcome]:
         else:
             if rate is not None and now.bit_per_s < rate:
                 yield _too_slow_for_port(bdf, name, rate, now)
-    if blind and not view.is_virtual:
+    if blind:
         yield Unknown(
             what=f"PCI Express link of {', '.join(blind)}",
             why="sysfs has no current_link_speed",
