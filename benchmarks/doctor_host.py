@@ -47,16 +47,19 @@ def _kills() -> dict[str, int] | None:
 
 
 def _command(*, is_root: bool) -> str:
-    user = None if is_root or os.geteuid() != 0 else NOBODY
+    """Run the command; without root as nobody, with the system's own Python: that of a venv may lie in root's home."""
+    is_dropped = not is_root and os.geteuid() == 0
+    user = NOBODY if is_dropped else None
+    python = "/usr/bin/python3" if is_dropped else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         done = subprocess.run(
-            [sys.executable, "-m", "wirespeed", "doctor", "host", "--json"],
+            [python, "-m", "wirespeed", "doctor", "host", "--json"],
             user=user,
             group=user,
-            extra_groups=None if user is None else [],
+            extra_groups=[] if is_dropped else None,
             cwd=folder,
-            env={**os.environ, "HOME": folder},
+            env={**os.environ, "HOME": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,
             text=True,
             timeout=60,
@@ -83,6 +86,7 @@ def main() -> int:
         print(f"doctor host, {name}: median {medians[name]:.2f} s, worst {max(runs[name].wall_s):.2f} s, "
               f"{medians[name] / medians['python']:.1f} x an empty Python process")  # fmt: skip
     unseen = json.loads(_command(is_root=False))
+    assert unseen["is_root"] is False
     root_adds = sorted({u["what"] for c in unseen["checks"] for u in c["unknowns"] if "root" in u["hint"]})
     print(f"recorded hosts: {sum(golden.values())} of {len(golden)} as their golden files; kills repaired: {kills}")
     print(f"without root it says that root would add: {', '.join(root_adds) or 'nothing'}")
