@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from _harness import Bar, finish
-
 from wirespeed import wire
 
 SIZES = {"100 B": (100, 64), "100 KB": (100_000, 8), "1 MB": (1_000_000, 4), "16 MB": (16_000_000, 2)}

@@ -5,7 +5,7 @@ for more pays only when more is about to come, so that is what is predicted: cal
 ask again, after a delay that is learned. With q rows queued and m expected within t, waiting saves m calls the wait for
 a batch of their own, m (a - t), and costs the others q (t + b m), where a batch of n rows takes a + b n: also learned.
 So one caller at a time never waits, and callers that fell into two alternating halves are brought together again.
-``max_delay_s`` bounds every such wait.
+``max_delay_s`` bounds how long a free worker is kept waiting.
 
 How it can be wrong: callers that leave after one answer are waited for until the learned share of returns has fallen
 (each such wait is at most ``max_delay_s``); a model whose time is not linear in rows is mispredicted, which costs the
@@ -92,13 +92,13 @@ class BatchTimes:
 
     @property
     def fixed_and_per_row_s(self) -> tuple[float, float]:
-        """a and b, neither below zero. Half and half where all batches had the same size; zero before the first."""
+        """a and b, neither below zero. All of it is a where every batch had the same size, so that another is tried."""
         if self._w == 0:
             return 0.0, 0.0
         mean_n, mean_t = self._n / self._w, self._t / self._w
         spread = self._nn / self._w - mean_n * mean_n
         if spread < 1e-6 * mean_n * mean_n:
-            return mean_t / 2, mean_t / (2 * mean_n)
+            return mean_t, 0.0
         per_row_s = (self._nt / self._w - mean_n * mean_t) / spread
         per_row_s = min(max(0.0, per_row_s), mean_t / mean_n)
         return max(0.0, mean_t - per_row_s * mean_n), per_row_s
@@ -160,6 +160,8 @@ class Batcher:
         self._deadlines: list[tuple[float, int, Item]] = []
         self._order = itertools.count(1)
         self._group_rows: dict[Hashable, int] = {}
+        self._kept_since_s: float | None = None
+        """Since when a free worker has been kept waiting for the batch to grow."""
 
     def add(self, item: Item, now_s: float) -> None:
         """Queue a request. Raises QueueFull; nothing has changed then."""
@@ -204,6 +206,7 @@ class Batcher:
         until_s = self._wait_until(head, now_s)
         if until_s > now_s:
             return [], until_s
+        self._kept_since_s = None
         return self._take(head), now_s
 
     def ran(self, rows: int, num_requests: int, seconds: float, now_s: float) -> None:
@@ -221,9 +224,11 @@ class Batcher:
     def _wait_until(self, head: Item, now_s: float) -> float:
         policy = self.policy
         rows = self._group_rows[head.group]
-        latest_s = head.arrived_s + policy.max_delay_s
-        if rows >= policy.max_rows or now_s >= latest_s:
+        if rows >= policy.max_rows or policy.max_delay_s == 0:
             return now_s
+        if self._kept_since_s is None:
+            self._kept_since_s = now_s
+        latest_s = self._kept_since_s + policy.max_delay_s
         more, by_s = self.returns.expected(now_s)
         if more == 0 or by_s > latest_s:
             return now_s

@@ -42,6 +42,8 @@ class Executor:
 
     def load(self) -> Loaded:
         """Load the model; what it takes and gives, with what model.toml says ranking first."""
+        import numpy  # noqa: F401 - the first request would wait for it
+
         found = self._backend.load(self._config)
         specs = self._config.output or found.output
         self._outputs = {spec.name: spec for spec in specs}
@@ -55,7 +57,7 @@ class Executor:
         try:
             tensors = self._infer(inputs, batch)
             return Outcome(tensors, [], time.perf_counter_ns() - begin_ns, 1)
-        except Exception as fault:  # noqa: BLE001 - whatever the model's code raises
+        except Exception as fault:
             if len(batch.rows) <= 1:
                 return Outcome(None, [_text(fault)], time.perf_counter_ns() - begin_ns, 1)
         apart: list[list[Tensor] | str] = []
@@ -64,7 +66,7 @@ class Executor:
             alone = Batch(rows=(rows,), parameters=batch.parameters[place : place + 1])
             try:
                 apart.append(self._infer([parts[place] for parts in cut], alone))
-            except Exception as fault:  # noqa: BLE001
+            except Exception as fault:
                 apart.append(_text(fault))
         return Outcome(None, apart, time.perf_counter_ns() - begin_ns, 1 + len(apart))
 

@@ -19,7 +19,18 @@ from typing import Protocol
 
 from wirespeed.errors import DataError, PeerFailure
 from wirespeed.serve.backends import Batch, Loaded, load_backend
-from wirespeed.serve.channel import FROM_WORKER, MAX_WORD_BYTES, Failed, Half, Load, Ran, Ready, Run, encode, make_memory
+from wirespeed.serve.channel import (
+    FROM_WORKER,
+    MAX_WORD_BYTES,
+    Failed,
+    Half,
+    Load,
+    Ran,
+    Ready,
+    Run,
+    encode,
+    make_memory,
+)
 from wirespeed.serve.config import ModelConfig
 from wirespeed.serve.executor import Executor, Outcome
 from wirespeed.serve.tensors import Buffer, Tensor

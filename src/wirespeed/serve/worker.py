@@ -14,7 +14,19 @@ import sys
 
 from wirespeed.errors import WirespeedError
 from wirespeed.serve.backends import load_backend
-from wirespeed.serve.channel import MAX_WORD_BYTES, TO_WORKER, Failed, FromWorker, Half, Load, Ran, Ready, Run, encode, map_memory
+from wirespeed.serve.channel import (
+    MAX_WORD_BYTES,
+    TO_WORKER,
+    Failed,
+    FromWorker,
+    Half,
+    Load,
+    Ran,
+    Ready,
+    Run,
+    encode,
+    map_memory,
+)
 from wirespeed.serve.executor import Executor, Outcome
 
 _PR_SET_PDEATHSIG = 1
@@ -39,7 +51,7 @@ def main(arguments: list[str]) -> int:
     try:
         executor = Executor(config, load_backend(config.backend))
         loaded = executor.load()
-    except Exception as fault:  # noqa: BLE001 - the model's code may raise anything
+    except Exception as fault:
         text = str(fault) if isinstance(fault, WirespeedError) else f"{type(fault).__name__}: {fault}"
         channel.send(encode(Failed(text=text[:4096])))
         return 1

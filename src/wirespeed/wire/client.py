@@ -27,7 +27,7 @@ from wirespeed.wire.handshake import (
     encode,
     server_proof,
 )
-from wirespeed.wire.limits import Limits
+from wirespeed.wire.limits import SMALL_BYTES, Limits
 from wirespeed.wire.reader import Payload, Placement
 from wirespeed.wire.security import NONCE_BYTES, Security, is_proof
 from wirespeed.wire.sender import Outgoing, Sender, as_parts
@@ -55,7 +55,7 @@ class _Call:
     __slots__ = ("deadline_s", "future", "into", "outgoing", "timeout_s")
 
     def __init__(
-        self, future: asyncio.Future[Reply], outgoing: Outgoing, timeout_s: float, deadline_s: float, into: memoryview | None
+        self, future: asyncio.Future[Reply], outgoing: Outgoing | None, timeout_s: float, deadline_s: float, into: memoryview | None
     ) -> None:
         self.future = future
         self.outgoing = outgoing
@@ -153,10 +153,14 @@ class Connection(Endpoint):
         if stream >= _MAX_STREAM:
             self.goodbye = "all stream numbers of this connection are used"
         future = self._loop.create_future()
-        outgoing = Outgoing(Kind.REQUEST, code, stream, meta, parts, total, min(2**32 - 1, max(1, round(timeout_s * 1000))))
+        timeout_ms = min(2**32 - 1, max(1, round(timeout_s * 1000)))
+        sender = self._sender
+        assert sender is not None
+        outgoing: Outgoing | None = None
+        if total > SMALL_BYTES or not sender.send_small(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms):
+            outgoing = Outgoing(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms)
+            sender.submit(outgoing)
         self._calls[stream] = _Call(future, outgoing, timeout_s, self._loop.time() + timeout_s, into)
-        assert self._sender is not None
-        self._sender.submit(outgoing)
         if timeout_s < 10 * SWEEP_S:
             self._loop.call_later(timeout_s, self._expire, stream)
         elif self._sweeper is None:
@@ -282,7 +286,7 @@ class Connection(Endpoint):
         if call is None:
             return
         self._reader.drop(stream)
-        if self._sender is not None and not self._sender.withdraw(call.outgoing):
+        if self._sender is not None and (call.outgoing is None or not self._sender.withdraw(call.outgoing)):
             self._control(Kind.CANCEL, stream=stream)
         if not call.future.done():
             call.future.set_exception(

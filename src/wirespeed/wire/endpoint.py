@@ -128,7 +128,11 @@ class Endpoint(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing():
             return
         size = len(payload)
-        self._transport.write(pack_header(kind, 0, 0, stream, size, 0, size, extra) + payload)
+        frame = pack_header(kind, 0, 0, stream, size, 0, size, extra) + payload
+        if self._sender is None:
+            self._transport.write(frame)
+        else:
+            self._sender.write_control(frame)
 
     def _owe(self, num_bytes: int) -> None:
         """A message was consumed: the peer may send as much again."""
@@ -186,6 +190,8 @@ class Endpoint(asyncio.BufferedProtocol):
             return
         self.is_closed = True
         if self._sender is not None:
+            if self._transport is not None and not self._transport.is_closing():
+                self._sender.flush()
             self._sender.close()
         self._when_over(reason)
         if not self.closed.done():

@@ -6,7 +6,6 @@ import msgspec
 
 from wirespeed.errors import UsageError
 from wirespeed.units import GIB, KIB, MIB, format_size
-
 from wirespeed.wire.frames import MAX_TOTAL_BYTES
 
 MESSAGE_OVERHEAD_BYTES = 256

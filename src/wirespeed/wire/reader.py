@@ -17,6 +17,7 @@ from wirespeed.wire.frames import CARRIES_MESSAGE, HEADER_BYTES, MAX_META_BYTES,
 from wirespeed.wire.limits import SMALL_BYTES
 
 SCRATCH_BYTES = 64 * 1024
+HEAD_BYTES = 1024
 MAX_CONTROL_BYTES = 8 * 1024
 """The payload of a frame that is not part of a message. In the handshake nothing else is accepted."""
 
@@ -74,6 +75,7 @@ class FrameReader:
         self._current: _Assembly | None = None
         self._left_bytes = 0
         """Payload bytes of the current frame still to come, straight into their place."""
+        self._is_after_large = False
         self.is_waiting = False
 
     @property
@@ -114,6 +116,9 @@ class FrameReader:
             left = self._end - self._start
             self._scratch[:left] = self._scratch[self._start : self._end]
             self._start, self._end = 0, left
+        if self._is_after_large:
+            # Another large one is likely: what of it lands here is copied, what comes after its header is not.
+            return self._scratch[self._end : self._end + HEAD_BYTES]
         return self._scratch[self._end :]
 
     def buffer_updated(self, num_bytes: int) -> None:
@@ -150,6 +155,7 @@ class FrameReader:
                     return
                 meta = bytes(scratch[start + HEADER_BYTES : begin]) if header.meta_bytes else b""
                 self._start = stop
+                self._is_after_large = False
                 self._owner.deliver(header, meta, bytes(scratch[begin:stop]))
             elif not self._begin_frame(header, begin):
                 return
@@ -181,6 +187,7 @@ class FrameReader:
             self._assemblies[header.stream] = assembly
         elif assembly is None or assembly.received != header.offset or assembly.header.total != header.total:
             raise DataError(f"got bytes at {header.offset} of stream {header.stream}, out of order")
+        self._is_after_large = True
         here = min(header.length, self._end - begin)
         if assembly.view is not None:
             assembly.view[assembly.received : assembly.received + here] = self._scratch[begin : begin + here]

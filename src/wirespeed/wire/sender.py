@@ -17,6 +17,8 @@ from wirespeed.wire.frames import pack_header
 from wirespeed.wire.limits import MESSAGE_OVERHEAD_BYTES, SMALL_BYTES
 
 Buffer = bytes | bytearray | memoryview
+FLUSH_EVERY = 16
+"""Small messages that one system call carries: enough to share its cost, few enough that the peer can start on them."""
 
 
 def as_parts(payload: object) -> tuple[list[Buffer], int]:
@@ -81,6 +83,11 @@ class Sender:
         self._waiting: deque[Outgoing] = deque()
         self._turns: deque[Outgoing] = deque()
         self._is_paused = False
+        self._small: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+        # uvloop then writes at once instead of at the end of its turn, so that the peer works while this side does. A full
+        # socket pauses the sender; what the kernel holds by then keeps the wire busy until it resumes.
+        transport.set_write_buffer_limits(high=0)
 
     @property
     def credit_bytes(self) -> int:
@@ -98,6 +105,34 @@ class Sender:
             self._waiting.append(message)
         else:
             self._start(message)
+
+    def send_small(self, kind: int, code: int, stream: int, meta: bytes, parts: Sequence[Buffer], total: int, extra: int) -> bool:
+        """Send a message of at most SMALL_BYTES now, if credit allows; False: ``submit`` it. For the many small ones."""
+        cost = total + len(meta) + MESSAGE_OVERHEAD_BYTES
+        if self._waiting or cost > self._credit_bytes:
+            return False
+        self._credit_bytes -= cost
+        self._write_small(pack_header(kind, code, len(meta), stream, total, 0, total, extra), meta, parts)
+        return True
+
+    def write_control(self, frame: bytes) -> None:
+        """Send a frame that costs no credit, behind what was sent before it."""
+        self._write_small(frame, b"", ())
+
+    def _write_small(self, head: bytes, meta: bytes, parts: Sequence[Buffer]) -> None:
+        # One system call carries what one turn of the event loop sends: it costs more than making the message.
+        small = self._small
+        if not small:
+            self._loop.call_soon(self.flush)
+        small.append(b"".join((head, meta, *parts)))
+        if len(small) >= FLUSH_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand the small messages to the transport."""
+        if self._small:
+            small, self._small = self._small, []
+            self._transport.write(b"".join(small))
 
     def withdraw(self, message: Outgoing) -> bool:
         """Take a message back if none of it was sent; whether that was so."""
@@ -130,6 +165,7 @@ class Sender:
         """Drop what was not sent, and say so to nobody: the connection is over."""
         self._waiting.clear()
         self._turns.clear()
+        self._small.clear()
 
     def _start_waiting(self) -> None:
         while self._waiting and self._waiting[0].cost <= self._credit_bytes:
@@ -140,7 +176,7 @@ class Sender:
         if message.total <= SMALL_BYTES:
             total, meta = message.total, message.meta
             head = pack_header(message.kind, message.code, len(meta), message.stream, total, 0, total, message.extra)
-            self._transport.write(b"".join((head, meta, *message.parts)))
+            self._write_small(head, meta, message.parts)
             message.is_started = True
             message.sent = total
             if message.when_sent is not None:
@@ -162,6 +198,7 @@ class Sender:
                 message.when_sent()
 
     def _send_chunk(self, message: Outgoing) -> None:
+        self.flush()
         offset = message.sent
         length = min(self._chunk_bytes, message.total - offset)
         meta = message.meta if offset == 0 else b""

@@ -24,7 +24,7 @@ from wirespeed.wire.buffers import BufferPool, MemoryBudget
 from wirespeed.wire.endpoint import Endpoint, message_cost
 from wirespeed.wire.frames import MAX_META_BYTES, Header, Kind
 from wirespeed.wire.handshake import MAX_METHODS, Challenge, Welcome, client_proof, decode_hello, encode, server_proof
-from wirespeed.wire.limits import Limits
+from wirespeed.wire.limits import SMALL_BYTES, Limits
 from wirespeed.wire.reader import Payload, Placement
 from wirespeed.wire.security import NONCE_BYTES, Security, is_proof
 from wirespeed.wire.sender import Outgoing, Sender, as_parts
@@ -186,7 +186,7 @@ class ServerConnection(Endpoint):
     def _run(self, header: Header, request: Request, handler: Handler) -> None:
         try:
             result = handler(request)
-        except Exception as fault:  # noqa: BLE001 - a handler's fault is the answer
+        except Exception as fault:
             self._fail_with(header, request, fault)
             return
         if isinstance(result, Awaitable):
@@ -246,6 +246,9 @@ class ServerConnection(Endpoint):
         if self.is_closed or self._sender is None:
             return
         stream = header.stream
+        if total <= SMALL_BYTES and self._sender.send_small(kind, status, stream, meta, parts, total, 0):
+            self._consumed(header)
+            return
 
         def when_sent() -> None:
             self._answers.pop(stream, None)
@@ -485,5 +488,5 @@ async def listen(
     except BaseException:
         sock.close()
         raise
-    server._listen(listener, name_of(sock.getsockname()))  # noqa: SLF001
+    server._listen(listener, name_of(sock.getsockname()))
     return server

@@ -72,7 +72,7 @@ def _spec(node: Any, batches: bool) -> TensorSpec:
         raise DataError(f"tensor {node.name!r} of the model is a {node.type}", expected=", ".join(_DATATYPES))
     shape = tuple(size if isinstance(size, int) and size > 0 else (size or -1) for size in node.shape)
     if batches:
-        if not shape or isinstance(shape[0], int) and shape[0] > 0:
+        if not shape or (isinstance(shape[0], int) and shape[0] > 0):
             raise DataError(
                 f"tensor {node.name!r} of the model has shape {list(node.shape)}",
                 expected="a first dimension that varies, for rows",
