@@ -34,8 +34,10 @@ UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_le
 
 
 def is_echo(got: bytes | memoryview, payload: bytes) -> bool:
-    """Whether an answer is the payload: its length and three slices, of every answer. (A whole comparison of a view takes
-    longer than the echo; ``check_whole`` does it once per run.)"""
+    """Whether an answer is the payload, by its length and three slices.
+
+    A whole comparison of a view takes longer than the echo; ``check_whole`` does it once per run.
+    """
     middle = len(payload) // 2
     return (
         len(got) == len(payload)
@@ -63,9 +65,11 @@ class RawEcho(asyncio.BufferedProtocol):
         self.transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
+        """See asyncio.BufferedProtocol."""
         self.transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        """See asyncio.BufferedProtocol."""
         if self.start == self.end:
             self.start = self.end = 0
         elif self.end > len(self.buffer) // 2:
@@ -75,6 +79,7 @@ class RawEcho(asyncio.BufferedProtocol):
         return self.buffer[self.end :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        """See asyncio.BufferedProtocol."""
         self.end += nbytes
         while self.end - self.start >= 4:
             stop = self.start + 4 + int.from_bytes(self.buffer[self.start : self.start + 4], "little")
@@ -84,6 +89,7 @@ class RawEcho(asyncio.BufferedProtocol):
             self.start = stop
 
     def eof_received(self) -> bool:
+        """See asyncio.BufferedProtocol."""
         return False
 
 
@@ -137,7 +143,6 @@ async def serve_wire(_: int, ready: Any) -> None:
 
 async def drive_wire(port: int, payload: bytes, depth: int, seconds: float) -> tuple[int, float]:
     async with await wire.connect(f"127.0.0.1:{port}") as connection:
-
         check_whole((await connection.call("echo", payload, timeout_s=30)).payload, payload)
 
         async def call() -> bool:
@@ -240,7 +245,10 @@ def measure(sizes: dict[str, tuple[int, int]], rounds: int, seconds: float) -> d
             "every_run": rates,
         }
         told = "  ".join(f"{arm} {results[name]['requests_per_s'][arm]:>9,.0f}/s" for arm in ARMS)
-        print(f"{name:>7}  {told}  {results[name]['over_grpc']:.2f}x grpc  {results[name]['over_raw']:.2f}x raw", file=sys.stderr)
+        print(
+            f"{name:>7}  {told}  {results[name]['over_grpc']:.2f}x grpc  {results[name]['over_raw']:.2f}x raw",
+            file=sys.stderr,
+        )
     return results
 
 
@@ -255,10 +263,9 @@ def main() -> int:
     bars: list[Bar] = []
     if not args.lab:
         results["loopback"] = measure(SIZES, 3 if args.quick else 7, 0.5 if args.quick else 2.0)
-        for name in ("100 KB", "1 MB"):
-            bars.append(Bar(f"{name}: requests/s over grpc.aio", results["loopback"][name]["over_grpc"], 4.0))
-        for name in SIZES:
-            bars.append(Bar(f"{name}: requests/s over the raw echo", results["loopback"][name]["over_raw"], 0.8))
+        held = results["loopback"]
+        bars += [Bar(f"{n}: requests/s over grpc.aio", held[n]["over_grpc"], 4.0) for n in ("100 KB", "1 MB")]
+        bars += [Bar(f"{n}: requests/s over the raw echo", held[n]["over_raw"], 0.8) for n in SIZES]
     if not args.quick:
         from _link import goodput
 

@@ -114,7 +114,11 @@ def test_only_the_outputs_that_are_asked_for_in_that_order(door: tuple[ModuleTyp
 def test_every_datatype_comes_back_bit_for_bit(door: tuple[ModuleType, Any], datatype: str) -> None:
     module, client = door
     raw = np.random.default_rng(5).bytes(2 * 6 * np.dtype(NUMPY[datatype]).itemsize)
-    array = np.frombuffer(raw, NUMPY[datatype]).reshape(2, 6) if datatype != "BOOL" else np.arange(12).reshape(2, 6) % 3 == 0
+    array = (
+        np.frombuffer(raw, NUMPY[datatype]).reshape(2, 6)
+        if datatype != "BOOL"
+        else np.arange(12).reshape(2, 6) % 3 == 0
+    )
     result = client.infer(f"identity_{datatype.lower()}", inputs_of(module, INPUT0=array))
     assert result.as_numpy("OUTPUT0").tobytes() == array.tobytes()
     assert result.as_numpy("OUTPUT0").shape == (2, 6)
@@ -151,7 +155,9 @@ def test_json_data_over_http(http_client: Any) -> None:
     held.set_data_from_numpy(a, binary_data=False)
     out = httpclient.InferRequestedOutput("OUTPUT0", binary_data=False)
     result = http_client.infer("identity_bytes", [held], outputs=[out])
-    assert result.as_numpy("OUTPUT0").tolist() == [["a", "ä"]] or result.as_numpy("OUTPUT0").tolist() == [[b"a", "ä".encode()]]
+    assert result.as_numpy("OUTPUT0").tolist() == [["a", "ä"]] or result.as_numpy("OUTPUT0").tolist() == [
+        [b"a", "ä".encode()]
+    ]
     numbers = httpclient.InferInput("INPUT0", [2, 3], "INT16")
     numbers.set_data_from_numpy(np.array([[1, -2, 3], [4, 5, 32767]], np.int16), binary_data=False)
     result = http_client.infer("identity_int16", [numbers], outputs=[out])
@@ -217,7 +223,9 @@ def test_async_calls_of_the_sync_client(grpc_client: Any) -> None:
     for n in range(20):
         inputs, total, _ = simple(grpcclient, start=n)
         expected[str(n)] = total
-        grpc_client.async_infer("simple", inputs, callback=lambda result, error: done.put((result, error)), request_id=str(n))
+        grpc_client.async_infer(
+            "simple", inputs, callback=lambda result, error: done.put((result, error)), request_id=str(n)
+        )
     for _ in range(20):
         result, error = done.get(timeout=10)
         assert error is None
@@ -270,11 +278,23 @@ def test_streaming_keeps_the_order_and_goes_on_after_an_error(grpc_client: Any) 
     [
         ("unknown model", lambda m: ("nope", simple(m)[0])),
         ("unable to find data for input tensor 'INPUT1'", lambda m: ("simple", simple(m)[0][:1])),
-        ("unexpected inference input 'extra'", lambda m: ("simple", [*simple(m)[0], *inputs_of(m, extra=np.zeros((1, 16), np.int32))])),
-        ("unexpected shape for input 'INPUT0'", lambda m: ("simple", inputs_of(m, INPUT0=np.zeros((1, 15), np.int32), INPUT1=np.zeros((1, 16), np.int32)))),
-        ("is INT64", lambda m: ("simple", inputs_of(m, INPUT0=np.zeros((1, 16), np.int64), INPUT1=np.zeros((1, 16), np.int32)))),
+        (
+            "unexpected inference input 'extra'",
+            lambda m: ("simple", [*simple(m)[0], *inputs_of(m, extra=np.zeros((1, 16), np.int32))]),
+        ),
+        (
+            "unexpected shape for input 'INPUT0'",
+            lambda m: ("simple", inputs_of(m, INPUT0=np.zeros((1, 15), np.int32), INPUT1=np.zeros((1, 16), np.int32))),
+        ),
+        (
+            "is INT64",
+            lambda m: ("simple", inputs_of(m, INPUT0=np.zeros((1, 16), np.int64), INPUT1=np.zeros((1, 16), np.int32))),
+        ),
         ("batch-size", lambda m: ("simple", simple(m, rows=9)[0])),
-        ("has 2 rows", lambda m: ("simple", inputs_of(m, INPUT0=np.zeros((1, 16), np.int32), INPUT1=np.zeros((2, 16), np.int32)))),
+        (
+            "has 2 rows",
+            lambda m: ("simple", inputs_of(m, INPUT0=np.zeros((1, 16), np.int32), INPUT1=np.zeros((2, 16), np.int32))),
+        ),
     ],
 )
 def test_wrong_requests_say_what_is_wrong(door: tuple[ModuleType, Any], text: str, make: Any) -> None:
@@ -393,7 +413,7 @@ def test_system_shared_memory(door: tuple[ModuleType, Any]) -> None:
         inputs[0].set_shared_memory("given", 64, offset=100)
         with pytest.raises(InferenceServerException, match="within its 128 bytes"):
             client.infer("simple", inputs)
-        with pytest.raises(InferenceServerException, match="expected within|within the 128"):
+        with pytest.raises(InferenceServerException, match=r"expected within|within the 128"):
             client.register_system_shared_memory("large", f"{key}_in", 4096)
         for wrong in ("/../etc/passwd", "/a/b", ""):
             with pytest.raises(InferenceServerException):
@@ -413,7 +433,7 @@ def test_a_deadline_ends_the_request_and_frees_the_model(grpc_client: Any) -> No
         grpc_client.infer("slow", seconds, client_timeout=0.2)
     assert time.monotonic() - begin_s < 0.9
     # Queued behind it with a deadline that passes before the model is free: it never runs.
-    with pytest.raises(InferenceServerException, match="deadline|Deadline"):
+    with pytest.raises(InferenceServerException, match=r"deadline|Deadline"):
         grpc_client.infer("slow", inputs_of(grpcclient, seconds=np.array([0.0], np.float32)), timeout=100_000)
     quick = inputs_of(grpcclient, seconds=np.array([0.0], np.float32))
     assert grpc_client.infer("slow", quick).as_numpy("seconds_out")[0] == 0.0
@@ -421,8 +441,12 @@ def test_a_deadline_ends_the_request_and_frees_the_model(grpc_client: Any) -> No
 
 def test_a_cancelled_call_leaves_the_queue(grpc_client: Any) -> None:
     done: queue.Queue[Any] = queue.Queue()
-    running = grpc_client.async_infer("slow", inputs_of(grpcclient, seconds=np.array([0.5], np.float32)), callback=lambda *held: done.put(held))
-    queued = grpc_client.async_infer("slow", inputs_of(grpcclient, seconds=np.array([5.0], np.float32)), callback=lambda *held: done.put(held))
+    running = grpc_client.async_infer(
+        "slow", inputs_of(grpcclient, seconds=np.array([0.5], np.float32)), callback=lambda *held: done.put(held)
+    )
+    queued = grpc_client.async_infer(
+        "slow", inputs_of(grpcclient, seconds=np.array([5.0], np.float32)), callback=lambda *held: done.put(held)
+    )
     time.sleep(0.2)
     queued.cancel()
     begin_s = time.monotonic()
@@ -454,7 +478,11 @@ def test_a_request_that_kills_its_worker_fails_alone_and_the_worker_comes_back(s
             calls = [client.infer("picky", inputs_of(aioclient, x=np.array([[v]], np.float32))) for v in values]
             results = await asyncio.gather(*calls, return_exceptions=True)
             assert "died" in str(results[1])
-            assert [r.as_numpy("y").tolist() for place, r in enumerate(results) if place != 1] == [[[2.0]], [[4.0]], [[6.0]]]
+            assert [r.as_numpy("y").tolist() for place, r in enumerate(results) if place != 1] == [
+                [[2.0]],
+                [[4.0]],
+                [[6.0]],
+            ]
 
     asyncio.run(test())
 
@@ -501,7 +529,11 @@ def test_classification(door: tuple[ModuleType, Any]) -> None:
 
 def test_byte_elements_whose_lengths_lie_are_refused(grpc_client: Any) -> None:
     good = serialize_byte_tensor(np.array([b"abc", b"de"], dtype=np.object_)).item()
-    for raw, text in ((good[:-1], "longer than"), (good + b"\x00", "ends within the length"), (good + b"\0\0\0\0", "expected 2")):
+    for raw, text in (
+        (good[:-1], "longer than"),
+        (good + b"\x00", "ends within the length"),
+        (good + b"\0\0\0\0", "expected 2"),
+    ):
         held = grpcclient.InferInput("INPUT0", [1, 2], "BYTES")
         held._raw_content = raw
         with pytest.raises(InferenceServerException, match=text):
@@ -520,7 +552,9 @@ def test_token_drain_and_health() -> None:
             assert client.is_server_live(headers=headers)
             with grpc.insecure_channel(held.grpc) as channel:
                 check = health_pb2_grpc.HealthStub(channel).Check
-                assert check(health_pb2.HealthCheckRequest(), timeout=5).status == health_pb2.HealthCheckResponse.SERVING
+                assert (
+                    check(health_pb2.HealthCheckRequest(), timeout=5).status == health_pb2.HealthCheckResponse.SERVING
+                )
             done: queue.Queue[Any] = queue.Queue()
             slow = inputs_of(grpcclient, seconds=np.array([1.0], np.float32))
             client.async_infer("slow", slow, callback=lambda *answer: done.put(answer), headers=headers)

@@ -58,8 +58,12 @@ class Case:
         if self.protection == "token":
             self.server_security = self.client_security = Security(token=TOKEN)
         elif self.protection == "tls":
-            self.server_security = Security(certificate=folder / "server.pem", key=folder / "server.key", authority=folder / "ca.pem")
-            self.client_security = Security(certificate=folder / "client.pem", key=folder / "client.key", authority=folder / "ca.pem")
+            self.server_security = Security(
+                certificate=folder / "server.pem", key=folder / "server.key", authority=folder / "ca.pem"
+            )
+            self.client_security = Security(
+                certificate=folder / "client.pem", key=folder / "client.key", authority=folder / "ca.pem"
+            )
 
     def run(self, test: Callable[[], Awaitable[None]]) -> None:
         factory = uvloop.new_event_loop if self.loop == "uvloop" else asyncio.new_event_loop
@@ -67,7 +71,9 @@ class Case:
             runner.run(asyncio.wait_for(test(), 30))
 
     @asynccontextmanager
-    async def pair(self, *, limits: Limits | None = None, client: Limits | None = None, **handlers: object) -> AsyncIterator[tuple[Server, Connection]]:
+    async def pair(
+        self, *, limits: Limits | None = None, client: Limits | None = None, **handlers: object
+    ) -> AsyncIterator[tuple[Server, Connection]]:
         held = {"echo": lambda request: Answer(request.payload, meta=request.meta), **handlers}
         async with await listen("127.0.0.1:0", held, security=self.server_security, limits=limits) as server:  # type: ignore[arg-type]
             async with await connect(server.address, security=self.client_security, limits=client) as connection:
@@ -226,7 +232,9 @@ def test_what_a_handler_raises_reaches_the_caller_with_its_status(case: Case) ->
 
         seen: list[str] = []
         held = {"busy": busy, "wrong": wrong, "broken": broken}
-        server = await listen("127.0.0.1:0", held, security=case.server_security, on_error=lambda _, fault: seen.append(str(fault)))
+        server = await listen(
+            "127.0.0.1:0", held, security=case.server_security, on_error=lambda _, fault: seen.append(str(fault))
+        )
         async with server, await connect(server.address, security=case.client_security) as connection:
             for method, status, text in (("busy", Status.EXHAUSTED, "come back later"), ("wrong", Status.INVALID, "got 3; expected 4"),
                                          ("broken", Status.INTERNAL, "RuntimeError: a bug"), ("nothing", Status.UNKNOWN_METHOD, "busy, wrong, broken")):  # fmt: skip
@@ -377,7 +385,11 @@ def test_more_connections_than_allowed_are_told_so(plain: Case) -> None:
 
 @pytest.mark.parametrize(
     ("client_token", "server_token", "text"),
-    [("another-secret-token", TOKEN, "token is not this server's"), (None, TOKEN, "asks for a token"), (TOKEN, None, "token is not")],
+    [
+        ("another-secret-token", TOKEN, "token is not this server's"),
+        (None, TOKEN, "asks for a token"),
+        (TOKEN, None, "token is not"),
+    ],
 )
 def test_a_wrong_token_is_refused(plain: Case, client_token: str | None, server_token: str | None, text: str) -> None:
     async def test() -> None:
@@ -432,7 +444,7 @@ def test_a_client_without_a_certificate_is_refused(certificates: Path, plain: Ca
 
 def test_listening_beyond_loopback_needs_protection(plain: Case) -> None:
     async def test() -> None:
-        with pytest.raises(UsageError, match="refuse to listen on 0.0.0.0"):
+        with pytest.raises(UsageError, match=r"refuse to listen on 0\.0\.0\.0"):
             await listen("0.0.0.0:0", {"x": lambda _: b""})
         async with await listen("0.0.0.0:0", {"x": lambda _: b""}, security=Security(token=TOKEN)) as server:
             assert server.address.startswith("0.0.0.0:")
@@ -446,7 +458,7 @@ def test_nobody_listening_and_a_port_in_use_say_so(plain: Case) -> None:
             with pytest.raises(UsageError, match="another process listens there"):
                 await listen(server.address, {"x": lambda _: b""})
             address = server.address
-        with pytest.raises(PeerFailure, match="Connection refused|no connection"):
+        with pytest.raises(PeerFailure, match=r"Connection refused|no connection"):
             await connect(address, timeout_s=5)
 
     plain.run(test)
@@ -460,7 +472,7 @@ def test_a_peer_that_speaks_something_else_is_named(plain: Case) -> None:
 
         other = await asyncio.start_server(http, "127.0.0.1", 0)
         port = other.sockets[0].getsockname()[1]
-        with pytest.raises(PeerFailure, match="broke the protocol|frame") as fault:
+        with pytest.raises(PeerFailure, match=r"broke the protocol|frame") as fault:
             await connect(f"127.0.0.1:{port}", timeout_s=5)
         assert "48 54 54 50" in str(fault.value)  # "HTTP": what was seen is shown
         other.close()
@@ -495,9 +507,17 @@ def test_a_silent_peer_is_noticed(plain: Case) -> None:
 def test_socket_options_are_read_back(plain: Case) -> None:
     async def test() -> None:
         settings = SocketSettings(send_buffer_bytes=65536, user_timeout_s=3, dscp=10, congestion="reno")
-        async with await listen("127.0.0.1:0", {"x": lambda _: b""}) as server, await connect(server.address, sockets=settings) as connection:
+        async with (
+            await listen("127.0.0.1:0", {"x": lambda _: b""}) as server,
+            await connect(server.address, sockets=settings) as connection,
+        ):
             shown = connection.describe()
         assert shown["SO_SNDBUF"] == "128 KiB (asked for 64 KiB)"
-        assert (shown["TCP_USER_TIMEOUT"], shown["DSCP"], shown["TCP_CONGESTION"], shown["TCP_NODELAY"]) == ("3000 ms", "10", "reno", "on")
+        assert (shown["TCP_USER_TIMEOUT"], shown["DSCP"], shown["TCP_CONGESTION"], shown["TCP_NODELAY"]) == (
+            "3000 ms",
+            "10",
+            "reno",
+            "on",
+        )
 
     plain.run(test)

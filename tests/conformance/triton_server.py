@@ -29,7 +29,19 @@ class Serving:
 def serving(*options: str, models: Path = MODELS, token: str | None = None) -> Iterator[Serving]:
     """The command ``wirespeed serve`` on ports of the kernel's choice, ended with SIGTERM."""
     python = os.environ.get("WIRESPEED_SERVER_PYTHON", sys.executable)
-    command = [python, "-m", "wirespeed", "serve", str(models), "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--json", *options]
+    command = [
+        python,
+        "-m",
+        "wirespeed",
+        "serve",
+        str(models),
+        "--grpc",
+        "127.0.0.1:0",
+        "--http",
+        "127.0.0.1:0",
+        "--json",
+        *options,
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "WIRESPEED_TOKEN"}
     if token is not None:
         environment["WIRESPEED_TOKEN"] = token

@@ -123,7 +123,9 @@ def test_bounds_that_contradict_each_other_are_refused() -> None:
 class Closed:
     """Callers that ask again as soon as they are answered, on a model of ``fixed_s + rows * per_row_s``; no real time."""
 
-    def __init__(self, callers: int, *, turn_s: float, fixed_s: float = 0.005, per_row_s: float = 0.0001, **policy: float) -> None:
+    def __init__(
+        self, callers: int, *, turn_s: float, fixed_s: float = 0.005, per_row_s: float = 0.0001, **policy: float
+    ) -> None:
         self.batcher = batcher(**{"max_rows": 32, **policy})
         self.turn_s, self.fixed_s, self.per_row_s = turn_s, fixed_s, per_row_s
         self.events: list[tuple[float, int, str, object]] = []
@@ -214,10 +216,15 @@ def test_waiting_never_exceeds_max_delay() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.sampled_from(["add", "take", "remove", "expire"])), max_size=60),
+    st.lists(
+        st.tuples(st.integers(1, 9), st.integers(0, 3), st.sampled_from(["add", "take", "remove", "expire"])),
+        max_size=60,
+    ),
     st.integers(9, 20),
 )
-def test_nothing_is_lost_nothing_runs_twice_and_no_batch_is_too_large(steps: list[tuple[int, int, str]], max_rows: int) -> None:
+def test_nothing_is_lost_nothing_runs_twice_and_no_batch_is_too_large(
+    steps: list[tuple[int, int, str]], max_rows: int
+) -> None:
     b = batcher(max_rows=max_rows, max_delay_s=0.0)
     now_s, names = 0.0, 0
     waiting: dict[int, Item] = {}

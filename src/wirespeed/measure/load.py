@@ -1,8 +1,8 @@
-"""Request load on any callable: closed loop (so many callers, each waiting for its answer) or open loop (arrivals at a rate).
+"""Request load on any callable: closed loop (so many callers, each waiting for its answer) or open loop (a rate).
 
-In an open loop a request's latency counts from when it was due, not from when it could be sent: a target that stalls is
-then charged for everybody who would have come meanwhile. Requests of the warm-up are sent and not counted. Every request
-has a deadline, so a target that never answers ends the run in time with errors.
+In an open loop a request's latency counts from when it was due, not from when it could be sent: a target that stalls
+is then charged for everybody who would have come meanwhile. Requests of the warm-up are sent and not counted. Every
+request has a deadline, so a target that never answers ends the run in time with errors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class _Tally:
             text = "other"
         self.failures[text] = self.failures.get(text, 0) + 1
 
-    def report(self, *, mode: str, concurrency: int | None, offered_per_s: float | None, duration_s: float) -> LoadReport:
+    def report(
+        self, *, mode: str, concurrency: int | None, offered_per_s: float | None, duration_s: float
+    ) -> LoadReport:
         held = self.latencies_s
         return LoadReport(
             mode=mode,
@@ -100,9 +102,18 @@ async def closed_loop(
 
 
 async def open_loop(
-    target: Target, *, rate_per_s: float, duration_s: float, warmup_s: float = 0.5, timeout_s: float = 30.0, seed: int = 0
+    target: Target,
+    *,
+    rate_per_s: float,
+    duration_s: float,
+    warmup_s: float = 0.5,
+    timeout_s: float = 30.0,
+    seed: int = 0,
 ) -> LoadReport:
-    """Poisson arrivals at ``rate_per_s`` for ``duration_s``. A target that cannot keep up shows as latency and failures."""
+    """Poisson arrivals at ``rate_per_s`` for ``duration_s``.
+
+    A target that cannot keep up shows as latency and failures.
+    """
     if not rate_per_s > 0 or not duration_s > 0:
         raise UsageError(f"got rate {rate_per_s}/s, duration {duration_s} s", expected="both above zero")
     clock = asyncio.get_running_loop().time

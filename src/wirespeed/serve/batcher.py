@@ -38,7 +38,9 @@ class BatchPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.max_rows < 0 or not 0 <= self.max_delay_s < math.inf:
-            raise UsageError(f"got max_rows {self.max_rows}, max_delay_s {self.max_delay_s}", expected="neither below zero")
+            raise UsageError(
+                f"got max_rows {self.max_rows}, max_delay_s {self.max_delay_s}", expected="neither below zero"
+            )
         if self.max_queue_rows < max(1, self.max_rows) or self.max_queue_bytes < 1:
             raise UsageError(f"got max_queue_rows {self.max_queue_rows}", expected="room for one batch at least")
 
@@ -46,7 +48,18 @@ class BatchPolicy(msgspec.Struct, frozen=True, kw_only=True):
 class Item:
     """One queued request. ``group``: only equal ones share a batch. ``priority``: lower runs first."""
 
-    __slots__ = ("arrived_s", "deadline_s", "group", "is_alone", "is_queued", "num_bytes", "order", "owner", "priority", "rows")
+    __slots__ = (
+        "arrived_s",
+        "deadline_s",
+        "group",
+        "is_alone",
+        "is_queued",
+        "num_bytes",
+        "order",
+        "owner",
+        "priority",
+        "rows",
+    )
 
     def __init__(
         self,
@@ -196,7 +209,7 @@ class Batcher:
         return late
 
     def next_batch(self, now_s: float) -> tuple[list[Item], float]:
-        """For a worker that is free: the requests to run now, or none and the time to ask again (inf: after ``add``)."""
+        """For a worker that is free: the requests to run now, or none and when to ask again (inf: after ``add``)."""
         head = self._most_urgent()
         if head is None:
             return [], math.inf

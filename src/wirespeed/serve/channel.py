@@ -1,8 +1,8 @@
 """What the server and a worker process on the same host share: a socket for words, and memory for tensors.
 
-The memory is an anonymous file (memfd) that both map, half for a batch's inputs and half for its outputs. It has no name
-that could be left behind, and takes real memory only where it was written. Words are msgpack of the types below, one
-per packet, below MAX_WORD_BYTES. One batch is under way at a time; whoever sent last leaves the memory alone.
+The memory is an anonymous file (memfd) that both map, half for a batch's inputs and half for its outputs. It has no
+name that could be left behind, and takes real memory only where it was written. Words are msgpack of the types below,
+one per packet, below MAX_WORD_BYTES. One batch is under way at a time; whoever sent last leaves the memory alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from wirespeed.serve.tensors import Buffer, Tensor
 
 MAX_WORD_BYTES = 128 * 1024
 _ALIGN = 64
+
+Placed = tuple[str, str, tuple[int, ...], int, int]
+"""A tensor in shared memory: name, datatype, shape, offset, bytes."""
 
 
 class Load(msgspec.Struct, frozen=True, tag="load", array_like=True):
@@ -46,7 +49,7 @@ class Run(msgspec.Struct, frozen=True, tag="run", array_like=True):
     """Run a batch whose inputs are in memory. Tensors: name, datatype, shape, offset, bytes."""
 
     number: int
-    tensors: list[tuple[str, str, tuple[int, ...], int, int]]
+    tensors: list[Placed]
     batch: Batch
 
 
@@ -54,8 +57,8 @@ class Ran(msgspec.Struct, frozen=True, tag="ran", array_like=True):
     """The batch is done; ``tensors`` lie in the memory for outputs. ``apart``: per request, tensors or an error."""
 
     number: int
-    tensors: list[tuple[str, str, tuple[int, ...], int, int]] | None
-    apart: list[list[tuple[str, str, tuple[int, ...], int, int]] | str]
+    tensors: list[Placed] | None
+    apart: list[list[Placed] | str]
     compute_ns: int
     num_runs: int
 
@@ -72,7 +75,10 @@ def encode(word: ToWorker | FromWorker) -> bytes:
     """A word's packet. Raises DataError where it is too long for one."""
     packet = _ENCODER.encode(word)
     if len(packet) > MAX_WORD_BYTES:
-        raise DataError(f"the names, shapes and parameters of a batch take {len(packet)} bytes", expected=f"at most {MAX_WORD_BYTES}")
+        raise DataError(
+            f"the names, shapes and parameters of a batch take {len(packet)} bytes",
+            expected=f"at most {MAX_WORD_BYTES}",
+        )
     return packet
 
 
@@ -91,7 +97,7 @@ class Half:
         """Start over; what was there is no longer needed."""
         self._used = 0
 
-    def put(self, name: str, datatype: str, shape: Sequence[int], parts: Sequence[Buffer]) -> tuple[str, str, tuple[int, ...], int, int]:
+    def put(self, name: str, datatype: str, shape: Sequence[int], parts: Sequence[Buffer]) -> Placed:
         """Copy a tensor's bytes, given in parts, and say where they are. Raises DataError where they do not fit."""
         start = place = -(-self._used // _ALIGN) * _ALIGN
         total = sum(len(part) for part in parts)
@@ -109,7 +115,7 @@ class Half:
         self._peak = max(self._peak, place)
         return name, datatype, tuple(shape), start, total
 
-    def get(self, placed: tuple[str, str, tuple[int, ...], int, int]) -> Tensor:
+    def get(self, placed: Placed) -> Tensor:
         """The tensor there; its data is a view of the memory."""
         name, datatype, shape, start, size = placed
         if start < 0 or size < 0 or start + size > self._size:

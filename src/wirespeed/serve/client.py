@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import grpc.aio
@@ -71,7 +71,9 @@ class InferenceClient:
         timeout_s: float = 30.0,
     ) -> dict[str, np.ndarray[Any, Any]]:
         """Outputs by name. Raises RequestFailed with the server's reason."""
-        message = encode_request(model, [from_array(name, array) for name, array in inputs.items()], outputs, parameters)
+        message = encode_request(
+            model, [from_array(name, array) for name, array in inputs.items()], outputs, parameters
+        )
         answer = await self.infer_raw(message, timeout_s=timeout_s)
         return {tensor.name: to_array(tensor) for tensor in decode_response(answer)}
 
@@ -81,8 +83,9 @@ class InferenceClient:
         end_s = loop.time() + timeout_s
         for attempt in itertools.count():
             try:
-                answer: bytes = await next(self._infer)(message, timeout=end_s - loop.time(), metadata=self._metadata)
-                return answer
+                return cast(
+                    bytes, await next(self._infer)(message, timeout=end_s - loop.time(), metadata=self._metadata)
+                )
             except grpc.aio.AioRpcError as fault:
                 if fault.code() not in _RETRIED or attempt >= self._num_retries or loop.time() >= end_s:
                     raise _failure(fault) from fault
@@ -96,7 +99,11 @@ class InferenceClient:
     async def is_ready(self, model: str = "", *, timeout_s: float = 5.0) -> bool:
         """Whether the server, or one model of it, takes requests."""
         if not model:
-            return bool(pb.ServerReadyResponse.FromString(await self._call("ServerReady", pb.ServerReadyRequest(), timeout_s)).ready)
+            return bool(
+                pb.ServerReadyResponse.FromString(
+                    await self._call("ServerReady", pb.ServerReadyRequest(), timeout_s)
+                ).ready
+            )
         answer = await self._call("ModelReady", pb.ModelReadyRequest(name=model), timeout_s)
         return bool(pb.ModelReadyResponse.FromString(answer).ready)
 
@@ -110,7 +117,9 @@ class InferenceClient:
         message = predict_pb2.PredictRequest(input_data=data, parameters=held).SerializeToString()
         call = self._channels[0].unary_unary("/wirespeed.v1.Inference/Predict")
         try:
-            answer = predict_pb2.PredictResponse.FromString(await call(message, timeout=timeout_s, metadata=self._metadata))
+            answer = predict_pb2.PredictResponse.FromString(
+                await call(message, timeout=timeout_s, metadata=self._metadata)
+            )
         except grpc.aio.AioRpcError as fault:
             raise _failure(fault) from fault
         if not answer.success:
@@ -120,14 +129,16 @@ class InferenceClient:
     async def _call(self, method: str, request: Any, timeout_s: float) -> bytes:
         call = self._channels[0].unary_unary(f"{_SERVICE}/{method}")
         try:
-            answer: bytes = await call(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata)
-            return answer
+            return cast(bytes, await call(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata))
         except grpc.aio.AioRpcError as fault:
             raise _failure(fault) from fault
 
 
 def encode_request(
-    model: str, inputs: list[Tensor], outputs: list[str] | None = None, parameters: dict[str, bool | int | str | float] | None = None
+    model: str,
+    inputs: list[Tensor],
+    outputs: list[str] | None = None,
+    parameters: dict[str, bool | int | str | float] | None = None,
 ) -> bytes:
     """The bytes of a ModelInferRequest with raw contents."""
     request = pb.ModelInferRequest(model_name=model)
@@ -176,5 +187,3 @@ def _failure(fault: grpc.aio.AioRpcError) -> RequestFailed:
     name = fault.code().name
     reason = next((reason for reason in Reason if reason.value == name), Reason.FAILED)
     return RequestFailed(f"{name}: {fault.details()}", reason=reason)
-
-

@@ -64,8 +64,8 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Instances(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model runs. ``threads``: of its numeric libraries, each instance; 0 leaves them alone.
 
-    ``isolation``: "process" (a crash or a blocked interpreter does not touch the server) or "thread" (no copy to another
-    process; for models that are quick and known to behave).
+    ``isolation``: "process" (a crash or a blocked interpreter does not touch the server) or "thread" (no copy to
+    another process; for models that are quick and known to behave).
     """
 
     count: int = 1
@@ -111,7 +111,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise UsageError("got pad without max_rows", expected="batching.max_rows above 0")
         named = {size for spec in self.input for size in spec.shape if isinstance(size, str)}
         if not set(self.batching.pad) <= named:
-            raise UsageError(f"got pad of {', '.join(self.batching.pad)}", expected=f"among the inputs' named dimensions: {', '.join(sorted(named)) or 'none'}")
+            raise UsageError(
+                f"got pad of {', '.join(self.batching.pad)}",
+                expected=f"among the inputs' named dimensions: {', '.join(sorted(named)) or 'none'}",
+            )
         _ = self.policy, self.queue_timeout_s, self.start_timeout_s, self.run_timeout_s, self.max_batch_bytes
 
     @property
@@ -154,7 +157,9 @@ def read_config(folder: Path, *, overrides: dict[str, Any] | None = None) -> Mod
     try:
         content = path.read_bytes()
     except OSError as fault:
-        raise DataError(f"cannot read {path}: {fault.strerror}", hint="a model is a folder with a model.toml") from fault
+        raise DataError(
+            f"cannot read {path}: {fault.strerror}", hint="a model is a folder with a model.toml"
+        ) from fault
     try:
         held = msgspec.toml.decode(content)
         for key, value in (overrides or {}).items():

@@ -10,7 +10,15 @@ from wirespeed.serve.config import TensorSpec
 from wirespeed.serve.model import Model
 from wirespeed.serve.statistics import ModelStatistics
 
-EXTENSIONS = ("classification", "model_repository", "schedule_policy", "model_configuration", "binary_tensor_data", "parameters", "statistics")
+EXTENSIONS = (
+    "classification",
+    "model_repository",
+    "schedule_policy",
+    "model_configuration",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+)
 
 
 def server_metadata(name: str, *, has_shared_memory: bool) -> pb.ServerMetadataResponse:

@@ -38,7 +38,9 @@ class Desk:
             return
         expected = f"Bearer {self._token}".encode()
         if authorization is None or not hmac.compare_digest(authorization.encode(), expected):
-            raise RequestFailed("this server asks for a token", reason=Reason.UNAUTHENTICATED, hint='send "authorization: Bearer TOKEN"')
+            raise RequestFailed(
+                "this server asks for a token", reason=Reason.UNAUTHENTICATED, hint='send "authorization: Bearer TOKEN"'
+            )
 
     async def infer(self, model: str, version: str, request: InferRequest) -> list[Tensor]:
         """Run a request to its end. Cancelling the caller cancels the request."""
@@ -66,6 +68,8 @@ def only_model(desk: Desk) -> str:
     names: list[Any] = list(desk.models.models)
     if len(names) != 1:
         raise RequestFailed(
-            f"got no model's name, and {len(names)} models are loaded", reason=Reason.INVALID, expected=f"one of {', '.join(names)}"
+            f"got no model's name, and {len(names)} models are loaded",
+            reason=Reason.INVALID,
+            expected=f"one of {', '.join(names)}",
         )
     return str(names[0])

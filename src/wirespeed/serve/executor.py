@@ -24,7 +24,9 @@ class Outcome:
 
     __slots__ = ("apart", "compute_ns", "num_runs", "tensors")
 
-    def __init__(self, tensors: list[Tensor] | None, apart: list[list[Tensor] | str], compute_ns: int, num_runs: int) -> None:
+    def __init__(
+        self, tensors: list[Tensor] | None, apart: list[list[Tensor] | str], compute_ns: int, num_runs: int
+    ) -> None:
         self.tensors = tensors
         self.apart = apart
         self.compute_ns = compute_ns
@@ -48,7 +50,10 @@ class Executor:
         specs = self._config.output or found.output
         self._outputs = {spec.name: spec for spec in specs}
         if not specs or not (self._config.input or found.input):
-            raise DataError(f"model {self._config.name!r} names no input or output", expected="[[input]] and [[output]] in model.toml")
+            raise DataError(
+                f"model {self._config.name!r} names no input or output",
+                expected="[[input]] and [[output]] in model.toml",
+            )
         return Loaded(input=self._config.input or found.input, output=specs, platform=found.platform)
 
     def run(self, inputs: Sequence[Tensor], batch: Batch) -> Outcome:
@@ -82,7 +87,9 @@ class Executor:
                 raise DataError(f"the model gave no output {name!r}", expected=", ".join(self._outputs))
             tensor = from_array(name, given[name], datatype=spec.datatype)
             if self._is_batching and (not tensor.shape or tensor.shape[0] != rows):
-                raise DataError(f"output {name!r} has shape {list(tensor.shape)}", expected=f"{rows} rows, as many as the inputs")
+                raise DataError(
+                    f"output {name!r} has shape {list(tensor.shape)}", expected=f"{rows} rows, as many as the inputs"
+                )
             outputs.append(tensor)
         return outputs
 

@@ -1,7 +1,7 @@
 """The gRPC door: ``inference.GRPCInferenceService`` (Open Inference Protocol v2) and ``wirespeed.v1.Inference``.
 
-Inference methods take and give raw bytes, which infer_codec.py reads without copying large tensors; all others are plain
-protobuf. A call's deadline becomes the request's, and a cancelled call takes its request out of the queue.
+Inference methods take and give raw bytes, which infer_codec.py reads without copying large tensors; all others are
+plain protobuf. A call's deadline becomes the request's, and a cancelled call takes its request out of the queue.
 """
 
 from __future__ import annotations
@@ -166,7 +166,9 @@ class GrpcDoor:
 
     async def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         """See describe."""
-        return pb.ModelConfigResponse(config=describe.model_config(self._desk.models.get(request.name, request.version)))
+        return pb.ModelConfigResponse(
+            config=describe.model_config(self._desk.models.get(request.name, request.version))
+        )
 
     async def model_statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
         """Of one model, or of all."""
@@ -179,7 +181,9 @@ class GrpcDoor:
         listed = [held for held in self._desk.models.index() if held.state == "READY" or not request.ready]
         index = pb.RepositoryIndexResponse.ModelIndex
         return pb.RepositoryIndexResponse(
-            models=[index(name=held.name, version=held.version, state=held.state, reason=held.reason) for held in listed]
+            models=[
+                index(name=held.name, version=held.version, state=held.state, reason=held.reason) for held in listed
+            ]
         )
 
     async def repository_model_load(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
@@ -189,11 +193,15 @@ class GrpcDoor:
             if name == "config":
                 overrides = parse_overrides(value.string_param)
             elif name.startswith("file:"):
-                raise RequestFailed("failed to load: this server takes no model files from clients", reason=Reason.UNIMPLEMENTED)
+                raise RequestFailed(
+                    "failed to load: this server takes no model files from clients", reason=Reason.UNIMPLEMENTED
+                )
         await self._desk.models.load(request.model_name, overrides=overrides)
         return pb.RepositoryModelLoadResponse()
 
-    async def repository_model_unload(self, request: pb.RepositoryModelUnloadRequest) -> pb.RepositoryModelUnloadResponse:
+    async def repository_model_unload(
+        self, request: pb.RepositoryModelUnloadRequest
+    ) -> pb.RepositoryModelUnloadResponse:
         """Unload; what is under way is finished."""
         await self._desk.models.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
@@ -255,5 +263,3 @@ def _length(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
-
-

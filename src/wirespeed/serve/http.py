@@ -62,7 +62,12 @@ class HttpDoor:
         return Starlette(routes=routes)
 
     def _route(
-        self, path: str, handler: Callable[[Request], Awaitable[Response]], *, method: str = "GET", is_open: bool = False
+        self,
+        path: str,
+        handler: Callable[[Request], Awaitable[Response]],
+        *,
+        method: str = "GET",
+        is_open: bool = False,
     ) -> Route:
         async def guarded(request: Request) -> Response:
             try:
@@ -119,7 +124,9 @@ class HttpDoor:
         given = await _as_json(body)
         held = given.get("parameters", {}) if isinstance(given, dict) else {}
         if any(name.startswith("file:") for name in held):
-            raise RequestFailed("failed to load: this server takes no model files from clients", reason=Reason.UNIMPLEMENTED)
+            raise RequestFailed(
+                "failed to load: this server takes no model files from clients", reason=Reason.UNIMPLEMENTED
+            )
         overrides = parse_overrides(held["config"]) if "config" in held else None
         await self._desk.models.load(request.path_params["model"], overrides=overrides)
         return Response(status_code=200)
@@ -138,7 +145,9 @@ class HttpDoor:
         given = await _as_json(await self._body(request))
         key, offset, size = given.get("key"), given.get("offset", 0), given.get("byte_size")
         if not isinstance(key, str) or not isinstance(offset, int) or not isinstance(size, int):
-            raise RequestFailed("the request is not understood", reason=Reason.INVALID, expected="key, offset and byte_size")
+            raise RequestFailed(
+                "the request is not understood", reason=Reason.INVALID, expected="key, offset and byte_size"
+            )
         self._desk.memory.register(request.path_params["region"], key, offset=offset, byte_size=size)
         return Response(status_code=200)
 
@@ -198,7 +207,9 @@ class HttpDoor:
                     break
         if too_large:
             raise RequestFailed(
-                f"the body is larger than {format_size(limit)}", reason=Reason.EXHAUSTED, hint="raise --max-message on the server"
+                f"the body is larger than {format_size(limit)}",
+                reason=Reason.EXHAUSTED,
+                hint="raise --max-message on the server",
             )
         return b"".join(parts)
 
@@ -220,14 +231,18 @@ async def _as_json(body: bytes) -> Any:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    held: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    held: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
     return _numbers(held)
 
 
 def _numbers(held: Any) -> Any:
     # protobuf's JSON writes 64-bit integers as text; this protocol's JSON has numbers.
     if isinstance(held, dict):
-        return {key: value if key in ("name", "version", "string_value") else _numbers(value) for key, value in held.items()}
+        return {
+            key: value if key in ("name", "version", "string_value") else _numbers(value) for key, value in held.items()
+        }
     if isinstance(held, list):
         return [_numbers(value) for value in held]
     return int(held) if isinstance(held, str) and held.lstrip("-").isdigit() else held

@@ -1,4 +1,4 @@
-"""The least HTTP/1.1 client that a load test needs: kept-alive connections, POST with a body, a status and a body back."""
+"""The least HTTP/1.1 client that a load test needs: kept-alive connections, a body there, a status and a body back."""
 
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ class HttpClient:
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers (lower case) and body. Raises PeerFailure where the connection breaks."""
         try:
-            reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port, limit=1 << 20)
+            reader, writer = (
+                self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port, limit=1 << 20)
+            )
             extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-            head = f"{method} {path} HTTP/1.1\r\nhost: {self._address}\r\ncontent-length: {len(body)}\r\n{self._authorization}{extra}\r\n"
+            head = f"{method} {path} HTTP/1.1\r\nhost: {self._address}\r\ncontent-length: {len(body)}\r\n"
+            head += f"{self._authorization}{extra}\r\n"
             writer.write(head.encode() + body)
             await writer.drain()
             status, found = await _head(reader)

@@ -70,7 +70,14 @@ def decompress(body: bytes, encoding: str, limit_bytes: int) -> bytes:
 
 
 def to_request(
-    model: str, version: str, body: bytes, json_length: str | None, memory: SharedMemory, *, now_s: float, deadline_s: float
+    model: str,
+    version: str,
+    body: bytes,
+    json_length: str | None,
+    memory: SharedMemory,
+    *,
+    now_s: float,
+    deadline_s: float,
 ) -> tuple[InferRequest, RestWanted]:
     """A request and what it wants. Raises RequestFailed."""
     size = len(body)
@@ -83,45 +90,12 @@ def to_request(
     except msgspec.MsgspecError as fault:
         raise _invalid(f"the request is not understood: {fault}") from fault
     wanted = RestWanted(model, version, parsed.id)
-    place = size
-    inputs: list[Tensor] = []
-    view = memoryview(body)
-    for given in parsed.inputs:
-        binary_size = given.parameters.get("binary_data_size")
-        region = _region(given.name, given.parameters)
-        data: Buffer
-        if region is not None:
-            data = memory.read(region[0], offset=region[2], byte_size=region[1])
-        elif binary_size is not None:
-            if not isinstance(binary_size, int) or binary_size < 0 or place + binary_size > len(body):
-                raise _invalid(f"binary_data_size {binary_size} of input {given.name!r}", expected=f"at most {len(body) - place}")
-            data = view[place : place + binary_size]
-            place += binary_size
-        elif given.data is None:
-            raise _invalid(f"unable to find data for input tensor {given.name!r}")
-        else:
-            inputs.append(_from_json(given))
-            continue
-        inputs.append(Tensor(given.name, given.datatype, given.shape, data))
-    if place != len(body):
-        raise _invalid(f"{len(body) - place} bytes follow the last input")
+    inputs = _inputs(parsed.inputs, memoryview(body), size, memory)
     held = dict(parsed.parameters)
     wanted.is_binary_default = bool(held.get("binary_data_output", False))
     timeout_s = params.take_timeout_s(held)
     priority = params.take_priority(held)
-    if parsed.outputs:
-        wanted.names = [output.name for output in parsed.outputs]
-        for output in parsed.outputs:
-            region = _region(output.name, output.parameters)
-            if region is not None:
-                wanted.regions[output.name] = region
-            if "binary_data" in output.parameters:
-                wanted.binary[output.name] = bool(output.parameters["binary_data"])
-            classes = output.parameters.get("classification", 0)
-            if isinstance(classes, bool) or not isinstance(classes, int) or classes < 0:
-                raise _invalid(f"wrong 'classification' of output {output.name!r}")
-            if classes:
-                wanted.classes[output.name] = classes
+    _take_outputs(wanted, parsed.outputs or [])
     request = InferRequest(
         inputs,
         id=parsed.id,
@@ -133,6 +107,50 @@ def to_request(
     return request, wanted
 
 
+def _inputs(given_inputs: Sequence[_Input], body: memoryview, place: int, memory: SharedMemory) -> list[Tensor]:
+    """The inputs; raw ones lie one after another in ``body`` from ``place``."""
+    inputs: list[Tensor] = []
+    for given in given_inputs:
+        binary_size = given.parameters.get("binary_data_size")
+        region = _region(given.name, given.parameters)
+        data: Buffer
+        if region is not None:
+            data = memory.read(region[0], offset=region[2], byte_size=region[1])
+        elif binary_size is not None:
+            if not isinstance(binary_size, int) or binary_size < 0 or place + binary_size > len(body):
+                raise _invalid(
+                    f"binary_data_size {binary_size} of input {given.name!r}", expected=f"at most {len(body) - place}"
+                )
+            data = body[place : place + binary_size]
+            place += binary_size
+        elif given.data is None:
+            raise _invalid(f"unable to find data for input tensor {given.name!r}")
+        else:
+            inputs.append(_from_json(given))
+            continue
+        inputs.append(Tensor(given.name, given.datatype, given.shape, data))
+    if place != len(body):
+        raise _invalid(f"{len(body) - place} bytes follow the last input")
+    return inputs
+
+
+def _take_outputs(wanted: RestWanted, outputs: Sequence[_Output]) -> None:
+    if not outputs:
+        return
+    wanted.names = [output.name for output in outputs]
+    for output in outputs:
+        region = _region(output.name, output.parameters)
+        if region is not None:
+            wanted.regions[output.name] = region
+        if "binary_data" in output.parameters:
+            wanted.binary[output.name] = bool(output.parameters["binary_data"])
+        classes = output.parameters.get("classification", 0)
+        if isinstance(classes, bool) or not isinstance(classes, int) or classes < 0:
+            raise _invalid(f"wrong 'classification' of output {output.name!r}")
+        if classes:
+            wanted.classes[output.name] = classes
+
+
 def to_response(
     wanted: RestWanted, version: str, outputs: Sequence[Tensor], memory: SharedMemory, *, is_batching: bool
 ) -> tuple[bytes, int | None]:
@@ -141,7 +159,9 @@ def to_response(
     raw: list[bytes] = []
     has_binary = False
     for held in outputs:
-        tensor = classify(held, wanted.classes[held.name], has_rows=is_batching) if held.name in wanted.classes else held
+        tensor = (
+            classify(held, wanted.classes[held.name], has_rows=is_batching) if held.name in wanted.classes else held
+        )
         one: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
         region = wanted.regions.get(tensor.name)
         if region is not None:
@@ -178,7 +198,9 @@ def _from_json(given: _Input) -> Tensor:
         array = np.array(flat, dtype=code) if flat else np.empty(0, dtype=code)
     except (OverflowError, ValueError, TypeError) as fault:
         raise _invalid(f"input {given.name!r} has values that are not {given.datatype}: {fault}") from fault
-    if array.dtype.kind in "iub" and any(isinstance(v, float) or a != v for a, v in zip(array.tolist(), flat, strict=True)):
+    if array.dtype.kind in "iub" and any(
+        isinstance(v, float) or a != v for a, v in zip(array.tolist(), flat, strict=True)
+    ):
         raise _invalid(f"input {given.name!r} has values that do not fit {given.datatype}")
     return Tensor(given.name, given.datatype, given.shape, array.tobytes())
 
@@ -209,7 +231,9 @@ def _to_json(tensor: Tensor) -> list[Any]:
         try:
             return [value.decode() for value in array]
         except UnicodeDecodeError:
-            raise _invalid(f"output {tensor.name!r} holds bytes that are not UTF-8", expected="binary_data true") from None
+            raise _invalid(
+                f"output {tensor.name!r} holds bytes that are not UTF-8", expected="binary_data true"
+            ) from None
     values: list[Any] = array.tolist()
     return values
 
@@ -217,7 +241,11 @@ def _to_json(tensor: Tensor) -> list[Any]:
 def _region(name: str, given: dict[str, Any]) -> tuple[str, int, int] | None:
     if "shared_memory_region" not in given:
         return None
-    region, size, offset = given["shared_memory_region"], given.get("shared_memory_byte_size"), given.get("shared_memory_offset", 0)
+    region, size, offset = (
+        given["shared_memory_region"],
+        given.get("shared_memory_byte_size"),
+        given.get("shared_memory_offset", 0),
+    )
     if not isinstance(region, str) or not isinstance(size, int) or not isinstance(offset, int):
         raise _invalid(f"wrong shared memory parameters of tensor {name!r}")
     return region, size, offset
@@ -225,5 +253,3 @@ def _region(name: str, given: dict[str, Any]) -> tuple[str, int, int] | None:
 
 def _invalid(problem: str, *, expected: str | None = None) -> RequestFailed:
     return RequestFailed(problem, reason=Reason.INVALID, expected=expected)
-
-

@@ -1,8 +1,8 @@
 """ModelInfer messages to requests and back, without copying large tensors more often than needed.
 
 A large message is not handed to the protobuf library whole, which would copy every tensor while it holds the
-interpreter: its top level is walked here, ``raw_input_contents`` become views of the received bytes, and only the rest is
-parsed by the library. An answer is built the same way, with one copy of each tensor.
+interpreter: its top level is walked here, ``raw_input_contents`` become views of the received bytes, and only the rest
+is parsed by the library. An answer is built the same way, with one copy of each tensor.
 """
 
 from __future__ import annotations
@@ -122,12 +122,35 @@ def value_of(parameter: Any) -> Any:
     return None if kind is None else getattr(parameter, kind)
 
 
-def to_request(message: bytes, memory: SharedMemory, *, now_s: float, deadline_s: float = math.inf) -> tuple[InferRequest, Wanted]:
+def to_request(
+    message: bytes, memory: SharedMemory, *, now_s: float, deadline_s: float = math.inf
+) -> tuple[InferRequest, Wanted]:
     """A request and what it wants of its outputs. Raises RequestFailed for whatever breaks the protocol's rules."""
     parsed, raw = parse(message)
     if len(parsed.inputs) > 1024 or len(parsed.outputs) > 1024:
         raise RequestFailed("got more than 1024 inputs or outputs", reason=Reason.INVALID)
     wanted = Wanted(parsed.model_name, parsed.model_version, parsed.id)
+    inputs = _inputs(parsed, raw, memory)
+    held = {name: value_of(value) for name, value in parsed.parameters.items()}
+    timeout_s = params.take_timeout_s(held)
+    if timeout_s is not None:
+        deadline_s = min(deadline_s, now_s + timeout_s)
+    priority = params.take_priority(held)
+    if parsed.outputs:
+        _take_outputs(wanted, parsed.outputs)
+    request = InferRequest(
+        inputs,
+        id=parsed.id,
+        outputs=wanted.names,
+        parameters=params.clean(held),
+        priority=priority,
+        deadline_s=deadline_s,
+    )
+    return request, wanted
+
+
+def _inputs(parsed: pb.ModelInferRequest, raw: Sequence[Buffer], memory: SharedMemory) -> list[Tensor]:
+    """The inputs, each from raw contents, typed contents or shared memory."""
     inputs: list[Tensor] = []
     next_raw = 0
     for given in parsed.inputs:
@@ -137,16 +160,21 @@ def to_request(message: bytes, memory: SharedMemory, *, now_s: float, deadline_s
         data: Buffer
         if region is not None:
             if has_contents:
-                raise _invalid(f"unexpected 'content' provided when using shared memory for input tensor '{given.name}'")
+                raise _invalid(
+                    f"unexpected 'content' provided when using shared memory for input tensor '{given.name}'"
+                )
             name, byte_size, offset = region
             data = memory.read(name, offset=offset, byte_size=byte_size)
         elif raw:
             if has_contents:
                 raise _invalid(
-                    f"contents field must not be specified when using raw_input_contents for '{given.name}' for model '{wanted.model}'"
+                    "contents field must not be specified when using raw_input_contents for "
+                    f"'{given.name}' for model '{parsed.model_name}'"
                 )
             if next_raw >= len(raw):
-                raise _invalid(f"unable to find data for input tensor '{given.name}' for model '{wanted.model}' in request")
+                raise _invalid(
+                    f"unable to find data for input tensor '{given.name}' for model '{parsed.model_name}' in request"
+                )
             data = raw[next_raw]
             next_raw += 1
         elif has_contents:
@@ -154,31 +182,27 @@ def to_request(message: bytes, memory: SharedMemory, *, now_s: float, deadline_s
         elif _is_empty(given.name, shape):
             data = b""
         else:
-            raise _invalid(f"unable to find data for input tensor '{given.name}' for model '{wanted.model}' in request")
+            raise _invalid(
+                f"unable to find data for input tensor '{given.name}' for model '{parsed.model_name}' in request"
+            )
         inputs.append(Tensor(given.name, given.datatype, shape, data))
     if next_raw < len(raw):
         raise _invalid(f"got {len(raw)} raw_input_contents for {next_raw} inputs that are not in shared memory")
-    held = {name: value_of(value) for name, value in parsed.parameters.items()}
-    timeout_s = params.take_timeout_s(held)
-    if timeout_s is not None:
-        deadline_s = min(deadline_s, now_s + timeout_s)
-    priority = params.take_priority(held)
-    if parsed.outputs:
-        wanted.names = []
-        for output in parsed.outputs:
-            wanted.names.append(output.name)
-            region = _region(output)
-            if region is not None:
-                wanted.regions[output.name] = region
-            classes = value_of(output.parameters["classification"]) if "classification" in output.parameters else 0
-            if classes:
-                if isinstance(classes, bool) or not isinstance(classes, int) or classes < 0 or region is not None:
-                    raise _invalid(f"wrong 'classification' of output '{output.name}'")
-                wanted.classes[output.name] = classes
-    request = InferRequest(
-        inputs, id=parsed.id, outputs=wanted.names, parameters=params.clean(held), priority=priority, deadline_s=deadline_s
-    )
-    return request, wanted
+    return inputs
+
+
+def _take_outputs(wanted: Wanted, outputs: Sequence[Any]) -> None:
+    wanted.names = []
+    for output in outputs:
+        wanted.names.append(output.name)
+        region = _region(output)
+        if region is not None:
+            wanted.regions[output.name] = region
+        classes = value_of(output.parameters["classification"]) if "classification" in output.parameters else 0
+        if classes:
+            if isinstance(classes, bool) or not isinstance(classes, int) or classes < 0 or region is not None:
+                raise _invalid(f"wrong 'classification' of output '{output.name}'")
+            wanted.classes[output.name] = classes
 
 
 def _is_empty(name: str, shape: tuple[int, ...]) -> bool:
@@ -212,7 +236,9 @@ def _typed(given: Any) -> Buffer:
         return b"".join(part for value in values for part in (len(value).to_bytes(4, "little"), value))
     import numpy as np
 
-    wide = np.array(values, dtype=_CODES[given.datatype] if ITEM_BYTES[given.datatype] >= 4 or given.datatype == "BOOL" else "<i8")
+    wide = np.array(
+        values, dtype=_CODES[given.datatype] if ITEM_BYTES[given.datatype] >= 4 or given.datatype == "BOOL" else "<i8"
+    )
     narrow = wide.astype(_CODES[given.datatype])
     if not np.array_equal(narrow, wide, equal_nan=wide.dtype.kind == "f"):
         raise _invalid(f"input '{given.name}' has values that do not fit {given.datatype}")
@@ -230,12 +256,20 @@ def classify(tensor: Tensor, top: int, *, has_rows: bool) -> Tensor:
     array = to_array(tensor)
     rows = array.reshape(array.shape[0], -1) if has_rows else array.reshape(1, -1)
     best = np.argsort(-rows, axis=1, kind="stable")[:, :top]
-    texts = np.array([[f"{row[i]:f}:{i}".encode() for i in order] for row, order in zip(rows, best, strict=True)], dtype=object)
+    texts = np.array(
+        [[f"{row[i]:f}:{i}".encode() for i in order] for row, order in zip(rows, best, strict=True)], dtype=object
+    )
     return from_array(tensor.name, texts if has_rows else texts[0])
 
 
 def to_response(
-    wanted: Wanted, version: str, outputs: Sequence[Tensor], memory: SharedMemory, *, is_batching: bool, is_final: bool | None = None
+    wanted: Wanted,
+    version: str,
+    outputs: Sequence[Tensor],
+    memory: SharedMemory,
+    *,
+    is_batching: bool,
+    is_final: bool | None = None,
 ) -> bytes:
     """The message that answers a request. Outputs for shared memory are written there; their raw contents are empty."""
     response = pb.ModelInferResponse(model_name=wanted.model, model_version=version, id=wanted.id)
@@ -243,7 +277,9 @@ def to_response(
         response.parameters["triton_final_response"].bool_param = is_final
     raw: list[Buffer] = []
     for held in outputs:
-        tensor = classify(held, wanted.classes[held.name], has_rows=is_batching) if held.name in wanted.classes else held
+        tensor = (
+            classify(held, wanted.classes[held.name], has_rows=is_batching) if held.name in wanted.classes else held
+        )
         described = response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         region = wanted.regions.get(tensor.name)
         if region is None:

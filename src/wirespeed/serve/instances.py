@@ -89,7 +89,9 @@ class ProcessInstance:
         try:
             fds = (theirs.fileno(), memory_fd)
             command = [sys.executable, "-m", "wirespeed.serve.worker", *map(str, fds)]
-            self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+            self._process = subprocess.Popen(
+                command, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno()
+            )
         except BaseException:
             ours.close()
             raise
@@ -178,7 +180,8 @@ class ProcessInstance:
         future, self._running = self._running, None
         if self._late is not None:
             self._late.cancel()
-        assert self._outputs is not None and self._inputs is not None
+        assert self._outputs is not None
+        assert self._inputs is not None
         if future is None or future.done() or word.number != self._number:
             return
         get = self._outputs.get
@@ -190,7 +193,9 @@ class ProcessInstance:
     def _hung(self) -> None:
         if self._process is not None:
             self._process.kill()
-        self._died(f"a batch took longer than {self._config.run_timeout_s:g} s (instances.run_timeout), so it was killed")
+        self._died(
+            f"a batch took longer than {self._config.run_timeout_s:g} s (instances.run_timeout), so it was killed"
+        )
 
     def _died(self, reason: str | None = None) -> None:
         if reason is None:
@@ -214,7 +219,9 @@ class ProcessInstance:
         if future is not None and not future.done():
             future.set_exception(InstanceDied(f"the worker of model {self._config.name!r} died: {reason}"))
         if not self._started.done():
-            self._started.set_exception(PeerFailure(f"the worker of model {self._config.name!r} died while loading: {reason}"))
+            self._started.set_exception(
+                PeerFailure(f"the worker of model {self._config.name!r} died while loading: {reason}")
+            )
 
 
 class ThreadInstance:

@@ -32,7 +32,10 @@ def parse_url(url: str) -> tuple[str, str, str]:
 
 
 def make_input(name: str, datatype: str, shape: list[int], given: dict[str, tuple[int, ...]], *, seed: int) -> Tensor:
-    """A tensor of pseudo-random content. Open dimensions come from ``given`` (by input name), the first one may be 1."""
+    """A tensor of pseudo-random content.
+
+    Open dimensions come from ``given`` (by input name), the first one may be 1.
+    """
     import numpy as np
 
     sizes = list(given.get(name, shape))
@@ -50,13 +53,23 @@ def make_input(name: str, datatype: str, shape: list[int], given: dict[str, tupl
     elif datatype in ("BOOL", "BF16"):
         data = bytes(count * ITEM_BYTES[datatype])
     else:
-        data = rng.integers(0, 100, count).astype(f"{'<u' if datatype.startswith('U') else '<i'}{ITEM_BYTES[datatype]}").tobytes()
+        data = (
+            rng.integers(0, 100, count)
+            .astype(f"{'<u' if datatype.startswith('U') else '<i'}{ITEM_BYTES[datatype]}")
+            .tobytes()
+        )
     return Tensor(name, datatype, tuple(sizes), data)
 
 
 @asynccontextmanager
 async def open_target(
-    url: str, *, shapes: dict[str, tuple[int, ...]], num_connections: int, security: Security, seed: int = 0, timeout_s: float = 30.0
+    url: str,
+    *,
+    shapes: dict[str, tuple[int, ...]],
+    num_connections: int,
+    security: Security,
+    seed: int = 0,
+    timeout_s: float = 30.0,
 ) -> AsyncIterator[Target]:
     """A target for measure.load. Raises RequestFailed or PeerFailure where the first request fails."""
     scheme, address, model = parse_url(url)

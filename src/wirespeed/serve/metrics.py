@@ -31,7 +31,9 @@ class _Collector:
             "running": GaugeMetricFamily("wirespeed_running_requests", "Requests that run", labels=["model"]),
             "instances": GaugeMetricFamily("wirespeed_instances", "Instances that are up", labels=["model"]),
         }
-        latency = HistogramMetricFamily("wirespeed_request_seconds", "From arrival to answer, of answered requests", labels=["model"])
+        latency = HistogramMetricFamily(
+            "wirespeed_request_seconds", "From arrival to answer, of answered requests", labels=["model"]
+        )
         for name, model in self._models.models.items():
             s = model.statistics
             counters["requests"].add_metric([name, "ok"], s.num_success)

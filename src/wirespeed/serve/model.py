@@ -1,8 +1,8 @@
 """A loaded model: its queue, its instances, and the loop that joins them.
 
-Every request ends exactly once: with its answer, with an error of its own, at its deadline, or cancelled. A request whose
-worker died is run once more, alone, where the model is idempotent; a second death is its error. Workers that died are
-started again, at growing intervals.
+Every request ends exactly once: with its answer, with an error of its own, at its deadline, or cancelled. A request
+whose worker died is run once more, alone, where the model is idempotent; a second death is its error. Workers that died
+are started again, at growing intervals.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Model:
 
     async def load(self) -> None:
         """Start every instance. Raises DataError or PeerFailure where one does not come up; none is left then."""
-        results = await asyncio.gather(*(self._start() for _ in range(self.config.instances.count)), return_exceptions=True)
+        results = await asyncio.gather(
+            *(self._start() for _ in range(self.config.instances.count)), return_exceptions=True
+        )
         faults = [result for result in results if isinstance(result, BaseException)]
         if faults:
             await self.close()
@@ -99,7 +101,9 @@ class Model:
         self.inputs, self.outputs, self.platform = loaded.input, loaded.output, loaded.platform
 
     def infer(self, request: InferRequest) -> asyncio.Future[list[Tensor]]:
-        """Queue a request: a future of its outputs, in the order asked for. Raises RequestFailed at once for what is wrong.
+        """Queue a request: a future of its outputs, in the order asked for.
+
+        Raises RequestFailed at once for what is wrong.
 
         Cancelling the future takes the request out of the queue, or drops its answer.
         """
@@ -123,13 +127,20 @@ class Model:
             pending.sizes = sizes_of(self.config, self.inputs, request.inputs)
         num_bytes = sum(len(tensor.data) for tensor in request.inputs)
         item = Item(
-            pending, rows=rows, num_bytes=num_bytes, group=group, priority=request.priority, deadline_s=request.deadline_s
+            pending,
+            rows=rows,
+            num_bytes=num_bytes,
+            group=group,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
         )
         pending.item = item
         try:
             self._batcher.add(item, now_s)
         except QueueFull as full:
-            raise self._failed(f"the queue of model {self.config.name!r} is full: {full}", Reason.EXHAUSTED, begin_ns) from None
+            raise self._failed(
+                f"the queue of model {self.config.name!r} is full: {full}", Reason.EXHAUSTED, begin_ns
+            ) from None
         future.add_done_callback(lambda done: self._forget(pending) if done.cancelled() else None)
         self._drive()
         return future
@@ -153,7 +164,11 @@ class Model:
     def _drive(self) -> None:
         now_s = self._loop.time()
         for item in self._batcher.expire(now_s):
-            self._fail(item.owner, f"the request waited {now_s - item.arrived_s:.3g} s in the queue, past its deadline", Reason.DEADLINE)
+            self._fail(
+                item.owner,
+                f"the request waited {now_s - item.arrived_s:.3g} s in the queue, past its deadline",
+                Reason.DEADLINE,
+            )
         again_s = math.inf
         while self._free:
             items, again_s = self._batcher.next_batch(now_s)
@@ -200,7 +215,11 @@ class Model:
             parts = [pending.request.inputs[place] for pending in pendings]
             if pads:
                 parts = [pad(self.config, specs[first.name], part, largest) for part in parts]
-            shape = parts[0].shape if not self.config.batching.max_rows else (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
+            shape = (
+                parts[0].shape
+                if not self.config.batching.max_rows
+                else (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
+            )
             joined.append((first.name, first.datatype, shape, [part.data for part in parts]))
         return joined
 

@@ -1,4 +1,4 @@
-"""Mixed shapes in one batch: named dimensions are filled up to the largest, and answers are cut back to their own size."""
+"""Mixed shapes in one batch: named dimensions are filled up to the largest, and answers are cut to their own size."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def sizes_of(config: ModelConfig, specs: Sequence[TensorSpec], inputs: Sequence[
     for spec in specs:
         tensor = by_name.get(spec.name)
         if tensor is not None:
-            for want, size in zip(spec.shape, tensor.shape[1:], strict=True):
-                if isinstance(want, str) and want in config.batching.pad:
-                    found[want] = size
+            pairs = zip(spec.shape, tensor.shape[1:], strict=True)
+            found.update({want: size for want, size in pairs if isinstance(want, str) and want in config.batching.pad})
     return found
 
 
@@ -26,7 +25,10 @@ def pad(config: ModelConfig, spec: TensorSpec, tensor: Tensor, sizes: dict[str, 
     """The tensor with its padded dimensions filled up to ``sizes`` with the model's pad value."""
     import numpy as np
 
-    shape = (tensor.shape[0], *(sizes.get(w, s) if isinstance(w, str) else s for w, s in zip(spec.shape, tensor.shape[1:], strict=True)))
+    shape = (
+        tensor.shape[0],
+        *(sizes.get(w, s) if isinstance(w, str) else s for w, s in zip(spec.shape, tensor.shape[1:], strict=True)),
+    )
     if shape == tensor.shape:
         return tensor
     array = to_array(tensor)
@@ -40,7 +42,10 @@ def cut(spec: TensorSpec, tensor: Tensor, sizes: dict[str, int]) -> Tensor:
     """An answer without the padding: dimensions of the output that bear a padded name, cut to the request's sizes."""
     if len(spec.shape) != len(tensor.shape) - 1:
         return tensor
-    shape = (tensor.shape[0], *(sizes.get(w, s) if isinstance(w, str) else s for w, s in zip(spec.shape, tensor.shape[1:], strict=True)))
+    shape = (
+        tensor.shape[0],
+        *(sizes.get(w, s) if isinstance(w, str) else s for w, s in zip(spec.shape, tensor.shape[1:], strict=True)),
+    )
     if shape == tensor.shape:
         return tensor
     array = to_array(tensor)[tuple(slice(0, size) for size in shape)]

@@ -36,7 +36,9 @@ def clean(parameters: dict[str, Any]) -> dict[str, Any]:
                 f"parameter keys starting with 'triton_' are reserved, got {name!r}", reason=Reason.INVALID
             )
     if any(parameters.get(name) for name in _SEQUENCE):
-        raise RequestFailed("this server has no sequence batcher", reason=Reason.UNIMPLEMENTED, expected="no sequence_id")
+        raise RequestFailed(
+            "this server has no sequence batcher", reason=Reason.UNIMPLEMENTED, expected="no sequence_id"
+        )
     for name in _SEQUENCE:
         parameters.pop(name, None)
     return parameters

@@ -26,7 +26,9 @@ async def predict(desk: Desk, message: bytes, *, deadline_s: float) -> bytes:
         try:
             request = predict_pb2.PredictRequest.FromString(message)
         except Exception as fault:
-            raise RequestFailed(f"got a message that is not a PredictRequest: {fault}", reason=Reason.INVALID) from fault
+            raise RequestFailed(
+                f"got a message that is not a PredictRequest: {fault}", reason=Reason.INVALID
+            ) from fault
         response.request_id = request.request_id
         given = dict(request.parameters)
         name = given.pop("model", "") or only_model(desk)
@@ -47,7 +49,10 @@ def _input(model: Model, data: bytes, shape_text: str) -> Tensor:
     if len(model.inputs) != 1:
         names = ", ".join(spec.name for spec in model.inputs)
         raise RequestFailed(
-            f"model {model.config.name!r} has the inputs {names}", reason=Reason.INVALID, expected="one input", hint="use ModelInfer"
+            f"model {model.config.name!r} has the inputs {names}",
+            reason=Reason.INVALID,
+            expected="one input",
+            hint="use ModelInfer",
         )
     spec = model.inputs[0]
     lead = (1,) if model.config.batching.max_rows else ()
@@ -57,21 +62,27 @@ def _input(model: Model, data: bytes, shape_text: str) -> Tensor:
         try:
             shape = tuple(int(size) for size in shape_text.split(","))
         except ValueError:
-            raise RequestFailed(f"got shape {shape_text!r}", reason=Reason.INVALID, expected='numbers such as "1,16"') from None
+            raise RequestFailed(
+                f"got shape {shape_text!r}", reason=Reason.INVALID, expected='numbers such as "1,16"'
+            ) from None
         return Tensor(spec.name, spec.datatype, shape, data)
     sizes = [*lead, *spec.protocol_shape]
     if sizes.count(-1) == 1:
         known = math.prod(size for size in sizes if size != -1) * ITEM_BYTES[spec.datatype]
         sizes[sizes.index(-1)] = len(data) // known if known else 0
     if -1 in sizes:
-        raise RequestFailed(f"the shape {sizes} of input {spec.name!r} is open", reason=Reason.INVALID, expected='the parameter "shape"')
+        raise RequestFailed(
+            f"the shape {sizes} of input {spec.name!r} is open", reason=Reason.INVALID, expected='the parameter "shape"'
+        )
     return Tensor(spec.name, spec.datatype, tuple(sizes), data)
 
 
 def _output(outputs: list[Tensor], *, is_batching: bool) -> bytes:
     if len(outputs) != 1:
         names = ", ".join(tensor.name for tensor in outputs)
-        raise RequestFailed(f"the model has the outputs {names}", reason=Reason.INVALID, expected="one output", hint="use ModelInfer")
+        raise RequestFailed(
+            f"the model has the outputs {names}", reason=Reason.INVALID, expected="one output", hint="use ModelInfer"
+        )
     tensor = outputs[0]
     data = bytes(tensor.data)
     is_one = tensor.datatype == "BYTES" and math.prod(tensor.shape) == 1

@@ -1,7 +1,7 @@
-"""The models of one server: a folder of model folders, what is loaded of it, and the change from one version to the next.
+"""The models of one server: a folder of model folders, what is loaded of it, and the change of a version.
 
-Loading a model that is already loaded starts the new instances first, then sends new requests to them, then lets the old
-ones finish what they have: no request is dropped, and memory holds both for that while.
+Loading a model that is already loaded starts the new instances first, then sends new requests to them, then lets the
+old ones finish what they have: no request is dropped, and memory holds both for that while.
 """
 
 from __future__ import annotations
@@ -53,9 +53,13 @@ class ModelRepository:
         if model is None:
             state = self._states.get(name)
             if state is not None and state.state == "UNAVAILABLE":
-                raise RequestFailed(f"Request for unknown model: {name!r} is not ready: {state.reason}", reason=Reason.UNAVAILABLE)
+                raise RequestFailed(
+                    f"Request for unknown model: {name!r} is not ready: {state.reason}", reason=Reason.UNAVAILABLE
+                )
             raise RequestFailed(
-                f"Request for unknown model: {name!r} is not found", reason=Reason.NOT_FOUND, expected=", ".join(self._models) or None
+                f"Request for unknown model: {name!r} is not found",
+                reason=Reason.NOT_FOUND,
+                expected=", ".join(self._models) or None,
             )
         if version and version != model.config.version:
             raise RequestFailed(
@@ -86,7 +90,11 @@ class ModelRepository:
             raise UsageError(f"got model folder {self.folder}", expected="a folder of model folders")
         names = self.names()
         if not names:
-            raise UsageError(f"{self.folder} holds no models", expected=f"folders with a {FILE_NAME}", hint="see docs/guides/serve.md")
+            raise UsageError(
+                f"{self.folder} holds no models",
+                expected=f"folders with a {FILE_NAME}",
+                hint="see docs/guides/serve.md",
+            )
         for name in names:
             await self.load(name)
 
@@ -99,7 +107,9 @@ class ModelRepository:
         except (DataError, UsageError) as fault:
             raise RequestFailed(f"failed to load {name!r}: {fault}", reason=Reason.INVALID) from fault
         if config.name != name:
-            raise RequestFailed(f"failed to load {name!r}: its model.toml names it {config.name!r}", reason=Reason.INVALID)
+            raise RequestFailed(
+                f"failed to load {name!r}: its model.toml names it {config.name!r}", reason=Reason.INVALID
+            )
         await self.add(config)
 
     async def add(self, config: ModelConfig) -> Model:
@@ -113,7 +123,9 @@ class ModelRepository:
                 await model.load()
             except (DataError, PeerFailure, MissingCapability, UsageError) as fault:
                 if name not in self._models:
-                    self._states[name] = Listed(name=name, version=config.version, state="UNAVAILABLE", reason=str(fault))
+                    self._states[name] = Listed(
+                        name=name, version=config.version, state="UNAVAILABLE", reason=str(fault)
+                    )
                 raise RequestFailed(f"failed to load {name!r}: {fault}", reason=Reason.FAILED) from fault
             before = self._models.get(name)
             self._models[name] = model
@@ -143,11 +155,16 @@ class ModelRepository:
 
 
 def parse_overrides(config_json: str) -> dict[str, Any]:
-    """What a client's ``config`` parameter of a load changes. Raises RequestFailed for what cannot be changed that way."""
+    """What a client's ``config`` parameter of a load changes.
+
+    Raises RequestFailed for what cannot be changed that way.
+    """
     try:
         given = json.loads(config_json)
     except ValueError as fault:
-        raise RequestFailed(f"failed to load: the config parameter is not JSON: {fault}", reason=Reason.INVALID) from fault
+        raise RequestFailed(
+            f"failed to load: the config parameter is not JSON: {fault}", reason=Reason.INVALID
+        ) from fault
     overrides: dict[str, Any] = {}
     for key, value in given.items() if isinstance(given, dict) else []:
         if key == "max_batch_size":

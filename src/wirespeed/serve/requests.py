@@ -71,20 +71,31 @@ def prepare(config: ModelConfig, inputs: Sequence[TensorSpec], request: InferReq
         shape = tensor.shape
         if batches:
             if not shape or shape[0] < 1:
-                raise _invalid(f"input {spec.name!r} has shape {list(shape)}", expected="a first dimension of 1 or more rows")
+                raise _invalid(
+                    f"input {spec.name!r} has shape {list(shape)}", expected="a first dimension of 1 or more rows"
+                )
             if rows is not None and shape[0] != rows:
-                raise _invalid(f"input {spec.name!r} has {shape[0]} rows", expected=f"{rows}, as many as the other inputs")
+                raise _invalid(
+                    f"input {spec.name!r} has {shape[0]} rows", expected=f"{rows}, as many as the other inputs"
+                )
             rows = shape[0]
             shape = shape[1:]
         _fit(spec, shape, bound, has_rows=batches)
-        padded = tuple(-1 if isinstance(want, str) and want in pad else size for want, size in zip(spec.shape, shape, strict=True))
+        padded = tuple(
+            -1 if isinstance(want, str) and want in pad else size for want, size in zip(spec.shape, shape, strict=True)
+        )
         key.append(padded)
         ordered.append(tensor)
     if given:
         names = ", ".join(repr(name) for name in given)
-        raise _invalid(f"unexpected inference input {names} for model {config.name!r}", expected=", ".join(s.name for s in inputs))
+        raise _invalid(
+            f"unexpected inference input {names} for model {config.name!r}", expected=", ".join(s.name for s in inputs)
+        )
     if batches and rows is not None and rows > config.batching.max_rows:
-        raise _invalid(f"inference request batch-size of {rows} rows", expected=f"at most {config.batching.max_rows} for {config.name!r}")
+        raise _invalid(
+            f"inference request batch-size of {rows} rows",
+            expected=f"at most {config.batching.max_rows} for {config.name!r}",
+        )
     request.inputs = ordered
     return (rows or 1), tuple(key)
 
@@ -112,7 +123,9 @@ def check_outputs(outputs: Sequence[TensorSpec], asked: Sequence[str] | None, mo
     seen: set[str] = set()
     for name in asked:
         if name not in names:
-            raise _invalid(f"unexpected inference output {name!r} for model {model!r}", expected=", ".join(sorted(names)))
+            raise _invalid(
+                f"unexpected inference output {name!r} for model {model!r}", expected=", ".join(sorted(names))
+            )
         if name in seen:
             raise _invalid(f"output {name!r} already exists in request")
         seen.add(name)

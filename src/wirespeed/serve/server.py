@@ -60,7 +60,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 class InferenceServer:
     """See the module. ``start``, then ``close``."""
 
-    def __init__(self, folder: Path | None, options: ServeOptions, *, on_news: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, folder: Path | None, options: ServeOptions, *, on_news: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.options = options
         self.models = ModelRepository(folder, on_news=on_news)
         self.memory = SharedMemory(is_allowed=options.is_client_memory_allowed)
@@ -94,7 +96,9 @@ class InferenceServer:
             await self._health.enter_graceful_shutdown()
         end_s = asyncio.get_running_loop().time() + drain_s
         models = list(self.models.models.values())
-        while any(model.num_queued or model.num_running for model in models) and asyncio.get_running_loop().time() < end_s:
+        while (
+            any(model.num_queued or model.num_running for model in models) and asyncio.get_running_loop().time() < end_s
+        ):
             await asyncio.sleep(0.01)
         if self._grpc is not None:
             await self._grpc.stop(max(0.2, end_s - asyncio.get_running_loop().time()) if drain_s else 0)
@@ -133,7 +137,11 @@ class InferenceServer:
         host, _ = split_address(address)
         try:
             credentials = self._credentials()
-            port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+            port = (
+                server.add_insecure_port(address)
+                if credentials is None
+                else server.add_secure_port(address, credentials)
+            )
         except RuntimeError as fault:
             raise UsageError(f"cannot listen on {address} for gRPC", hint="is the port in use?") from fault
         await server.start()
@@ -144,7 +152,8 @@ class InferenceServer:
         security = self.options.security
         if security.listening_context() is None:  # also checks that the files are what they should be
             return None
-        assert security.key is not None and security.certificate is not None
+        assert security.key is not None
+        assert security.certificate is not None
         authority = None if security.authority is None else security.authority.read_bytes()
         return grpc.ssl_server_credentials(
             [(security.key.read_bytes(), security.certificate.read_bytes())],
@@ -163,7 +172,9 @@ class InferenceServer:
             sock.bind((host, port))
         except OSError as fault:
             sock.close()
-            raise UsageError(f"cannot listen on {address} for HTTP: {fault.strerror}", hint="is the port in use?") from fault
+            raise UsageError(
+                f"cannot listen on {address} for HTTP: {fault.strerror}", hint="is the port in use?"
+            ) from fault
         security = self.options.security
         door = HttpDoor(self.desk, max_body_bytes=self.options.max_message_bytes)
         config = uvicorn.Config(

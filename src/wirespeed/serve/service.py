@@ -12,7 +12,11 @@ from wirespeed.wire.loops import new_event_loop
 
 
 def run_service(
-    folder: Path, options: ServeOptions, *, when_open: Callable[[str, str, list[str]], None], on_news: Callable[[str], None]
+    folder: Path,
+    options: ServeOptions,
+    *,
+    when_open: Callable[[str, str, list[str]], None],
+    on_news: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT. A second signal ends it without waiting for requests."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -20,7 +24,10 @@ def run_service(
 
 
 async def _serve(
-    folder: Path, options: ServeOptions, when_open: Callable[[str, str, list[str]], None], on_news: Callable[[str], None]
+    folder: Path,
+    options: ServeOptions,
+    when_open: Callable[[str, str, list[str]], None],
+    on_news: Callable[[str], None],
 ) -> None:
     loop = asyncio.get_running_loop()
     asked, again = asyncio.Event(), asyncio.Event()

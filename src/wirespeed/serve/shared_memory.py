@@ -89,7 +89,8 @@ class SharedMemory:
         """Put an output into a region."""
         if len(data) > byte_size:
             raise RequestFailed(
-                f"shared memory size specified with the request for output should be at least {len(data)} bytes", reason=Reason.FAILED
+                f"shared memory size specified with the request for output should be at least {len(data)} bytes",
+                reason=Reason.FAILED,
             )
         region = self._within(name, offset, byte_size)
         os.pwrite(region.descriptor, data, region.offset + offset)

@@ -1,4 +1,7 @@
-"""Counters of one model: what the protocol's statistics and /metrics are made of. Times are nanoseconds, sums of requests."""
+"""Counters of one model: what the protocol's statistics and /metrics are made of.
+
+Times are nanoseconds, sums of requests.
+"""
 
 from __future__ import annotations
 

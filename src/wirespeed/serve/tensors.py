@@ -4,8 +4,8 @@ Rows are the first dimension, so joining requests into a batch is joining bytes,
 array library is needed for either. BYTES elements are a little-endian u32 length and that many bytes each. BF16 has no
 numpy type: its arrays are uint16 with the same bits.
 
-Every declared shape is held against the bytes that came, before anything else sees them: a request that claims more rows
-than it sent would otherwise be answered from its neighbour's.
+Every declared shape is held against the bytes that came, before anything else sees them: a request that claims more
+rows than it sent would otherwise be answered from its neighbour's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ MAX_ELEMENTS = 2**40
 
 
 class Tensor:
-    """A named tensor. ``data`` is its wire bytes; it is not owned, and may be a view of a request or of shared memory."""
+    """A named tensor.
+
+    ``data`` is its wire bytes; it is not owned, and may be a view of a request or of shared memory.
+    """
 
     __slots__ = ("data", "datatype", "name", "shape")
 
@@ -100,10 +103,14 @@ def element_ends(name: str, data: Buffer, *, limit: int | None = None) -> list[i
 
 
 def split_rows(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """The tensor cut along its first dimension, ``rows[i]`` rows each; the parts are views. The sum must be its rows."""
+    """The tensor cut along its first dimension, ``rows[i]`` rows each; the parts are views.
+
+    The sum must be its rows.
+    """
     if not tensor.shape or sum(rows) != tensor.shape[0]:
         raise DataError(
-            f"output {tensor.name!r} has shape {list(tensor.shape)}", expected=f"{sum(rows)} rows, as many as the inputs had"
+            f"output {tensor.name!r} has shape {list(tensor.shape)}",
+            expected=f"{sum(rows)} rows, as many as the inputs had",
         )
     view = memoryview(tensor.data)
     rest = tensor.shape[1:]

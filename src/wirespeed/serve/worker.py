@@ -1,4 +1,6 @@
-"""A worker process: one instance of one model, fed through shared memory. ``python -m wirespeed.serve.worker SOCKET MEMORY``.
+"""A worker process: one instance of one model, fed through shared memory.
+
+``python -m wirespeed.serve.worker SOCKET MEMORY``.
 
 It ends when the server does: the kernel closes the socket, and is asked to kill it besides.
 """
@@ -21,6 +23,7 @@ from wirespeed.serve.channel import (
     FromWorker,
     Half,
     Load,
+    Placed,
     Ran,
     Ready,
     Run,
@@ -28,6 +31,7 @@ from wirespeed.serve.channel import (
     map_memory,
 )
 from wirespeed.serve.executor import Executor, Outcome
+from wirespeed.serve.tensors import Tensor
 
 _PR_SET_PDEATHSIG = 1
 
@@ -72,14 +76,17 @@ def _serve(channel: socket.socket, executor: Executor, inputs: Half, outputs: Ha
 
 def _answer(number: int, outcome: Outcome, outputs: Half) -> FromWorker:
     outputs.begin()
-    tensors, apart = None, []
+
+    def put(tensor: Tensor) -> Placed:
+        return outputs.put(tensor.name, tensor.datatype, tensor.shape, (tensor.data,))
+
     try:
-        if outcome.tensors is not None:
-            tensors = [outputs.put(t.name, t.datatype, t.shape, (t.data,)) for t in outcome.tensors]
-        for one in outcome.apart:
-            apart.append(one if isinstance(one, str) else [outputs.put(t.name, t.datatype, t.shape, (t.data,)) for t in one])
+        tensors = None if outcome.tensors is None else [put(tensor) for tensor in outcome.tensors]
+        apart = [one if isinstance(one, str) else [put(tensor) for tensor in one] for one in outcome.apart]
     except WirespeedError as fault:
-        return Ran(number=number, tensors=None, apart=[str(fault)], compute_ns=outcome.compute_ns, num_runs=outcome.num_runs)
+        return Ran(
+            number=number, tensors=None, apart=[str(fault)], compute_ns=outcome.compute_ns, num_runs=outcome.num_runs
+        )
     return Ran(number=number, tensors=tensors, apart=apart, compute_ns=outcome.compute_ns, num_runs=outcome.num_runs)
 
 

@@ -1,4 +1,4 @@
-"""The data plane between nodes: framed, multiplexed messages over TCP, with credit, deadlines and proof of who is there.
+"""The data plane between nodes: framed, multiplexed messages over TCP, with credit, deadlines and proof of identity.
 
     server = await listen("0.0.0.0:7000", {"embed": embed}, security=Security(token=token))
     connection = await connect("node7:7000", security=Security(token=token))
@@ -8,11 +8,13 @@ This is the whole public interface. docs/reference/wire.md holds the format and 
 (``new_event_loop``), makes it about twice as fast; without it everything works on asyncio's own loop.
 """
 
-from wirespeed.wire.client import Connection, Reply, connect
+from wirespeed.wire.answering import Answer, Handler, Request
+from wirespeed.wire.client import Connection, Reply
+from wirespeed.wire.connecting import connect
 from wirespeed.wire.limits import Limits
 from wirespeed.wire.loops import new_event_loop, run
 from wirespeed.wire.security import Security
-from wirespeed.wire.server import Answer, Handler, Request, Server, listen
+from wirespeed.wire.server import Server, listen
 from wirespeed.wire.sockets import SocketSettings
 from wirespeed.wire.status import CallFailed, Status
 

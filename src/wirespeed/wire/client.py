@@ -3,8 +3,8 @@
     async with await connect("node7:7000") as connection:
         reply = await connection.call("embed", image_bytes, meta=b"jpeg", timeout_s=2.0)
 
-A call ends with a reply, or with CallFailed whose ``status`` says why: after its deadline at the latest (to within 10 ms),
-at once when the connection is lost. Cancelling the awaiting task cancels the call on the server too.
+A call ends with a reply, or with CallFailed whose ``status`` says why: after its deadline at the latest (to within 10
+ms), at once when the connection is lost. Cancelling the awaiting task cancels the call on the server too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import socket
 from typing import Literal
 
-from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
+from wirespeed.errors import DataError, UsageError, WirespeedError
 from wirespeed.wire.buffers import BufferPool
 from wirespeed.wire.endpoint import Endpoint, message_cost
 from wirespeed.wire.frames import MAX_META_BYTES, Header, Kind
@@ -31,7 +31,7 @@ from wirespeed.wire.limits import SMALL_BYTES, Limits
 from wirespeed.wire.reader import Payload, Placement
 from wirespeed.wire.security import NONCE_BYTES, Security, is_proof
 from wirespeed.wire.sender import Outgoing, Sender, as_parts
-from wirespeed.wire.sockets import SocketSettings, open_stream, split_address
+from wirespeed.wire.sockets import SocketSettings
 from wirespeed.wire.status import CallFailed, Status
 
 SWEEP_S = 0.01
@@ -55,7 +55,12 @@ class _Call:
     __slots__ = ("deadline_s", "future", "into", "outgoing", "timeout_s")
 
     def __init__(
-        self, future: asyncio.Future[Reply], outgoing: Outgoing | None, timeout_s: float, deadline_s: float, into: memoryview | None
+        self,
+        future: asyncio.Future[Reply],
+        outgoing: Outgoing | None,
+        timeout_s: float,
+        deadline_s: float,
+        into: memoryview | None,
     ) -> None:
         self.future = future
         self.outgoing = outgoing
@@ -67,7 +72,9 @@ class _Call:
 class Connection(Endpoint):
     """A connection to a server. Made by ``connect``; not for several threads."""
 
-    def __init__(self, limits: Limits, settings: SocketSettings, security: Security, pool: BufferPool, address: str) -> None:
+    def __init__(
+        self, limits: Limits, settings: SocketSettings, security: Security, pool: BufferPool, address: str
+    ) -> None:
         super().__init__(limits, settings, pool)
         self.peer = address
         self.methods: tuple[str, ...] = ()
@@ -115,8 +122,8 @@ class Connection(Endpoint):
 
         ``payload``: bytes or a contiguous buffer, or a list of them; not copied when large, so leave it alone until the
         reply is there. ``into``: writable bytes that a reply of exactly that size or less is received into, without a
-        copy when large; the reply's payload is then a view of it. Raises CallFailed, and UsageError for what could never
-        be sent.
+        copy when large; the reply's payload is then a view of it. Raises CallFailed, and UsageError for what could
+        never be sent.
         """
         future = self.call_soon(method, payload, meta=meta, timeout_s=timeout_s, into=into)
         try:
@@ -215,7 +222,11 @@ class Connection(Endpoint):
             challenge = self._challenge = decode_challenge(said)
             if challenge.wants_token and self._security.token is None:
                 self.abort(
-                    CallFailed(f"{self.peer} asks for a token", status=Status.REFUSED, hint="set WIRESPEED_TOKEN to the server's")
+                    CallFailed(
+                        f"{self.peer} asks for a token",
+                        status=Status.REFUSED,
+                        hint="set WIRESPEED_TOKEN to the server's",
+                    )
                 )
                 return
             nonce, secret = os.urandom(NONCE_BYTES), self._security.secret
@@ -244,9 +255,7 @@ class Connection(Endpoint):
         self.methods = challenge.methods
         self._codes = {name: code for code, name in enumerate(challenge.methods)}
         self._max_request_bytes = challenge.max_message_bytes
-        self._sender = Sender(
-            self._transport, credit_bytes=challenge.credit_bytes, chunk_bytes=self.limits.chunk_bytes
-        )
+        self._sender = Sender(self._transport, credit_bytes=challenge.credit_bytes, chunk_bytes=self.limits.chunk_bytes)
         self._allowed = _ESTABLISHED
         self._idle_s = challenge.idle_s
         self._keepalive_s = min(self.limits.keepalive_s, challenge.idle_s / 3)
@@ -304,7 +313,9 @@ class Connection(Endpoint):
         if self.goodbye is not None:
             return CallFailed(f"{self.peer} takes no new calls: {self.goodbye}", status=Status.UNAVAILABLE)
         held = ", ".join(self.methods) or "none"
-        return CallFailed(f"{self.peer} has no method {method!r}", status=Status.UNKNOWN_METHOD, expected=f"one of: {held}")
+        return CallFailed(
+            f"{self.peer} has no method {method!r}", status=Status.UNKNOWN_METHOD, expected=f"one of: {held}"
+        )
 
     def _when_over(self, reason: BaseException | None) -> None:
         for timer in (self._sweeper, self._watcher):
@@ -328,71 +339,3 @@ class Connection(Endpoint):
                 if isinstance(reason, WirespeedError)
                 else CallFailed(f"no connection with {self.peer}: {reason}", status=Status.UNAVAILABLE)
             )
-
-
-_POOL: BufferPool | None = None
-
-
-def shared_pool() -> BufferPool:
-    """The buffers that all client connections of this process share."""
-    global _POOL  # noqa: PLW0603 - one per process is its purpose
-    if _POOL is None:
-        _POOL = BufferPool()
-    return _POOL
-
-
-async def connect(
-    address: str,
-    *,
-    timeout_s: float = 10.0,
-    security: Security | None = None,
-    limits: Limits | None = None,
-    sockets: SocketSettings | None = None,
-) -> Connection:
-    """A connection with the server at ``host:port``, ready for calls.
-
-    Raises PeerFailure where there is none within ``timeout_s``: nobody listens, the peer is not a wirespeed, or it does
-    not accept this side's token.
-    """
-    security = Security() if security is None else security
-    settings = SocketSettings() if sockets is None else sockets
-    limits = Limits() if limits is None else limits
-    loop = asyncio.get_running_loop()
-    host, _ = split_address(address)
-    context = security.connecting_context()
-    name = None if context is None else (security.server_name or host)
-    sock, target = open_stream(address, settings)
-    connection: Connection | None = None
-    try:
-        async with asyncio.timeout(timeout_s):
-            await loop.sock_connect(sock, target)
-            _, connection = await loop.create_connection(
-                lambda: Connection(limits, settings, security, shared_pool(), address),
-                sock=sock,
-                ssl=context,
-                server_hostname=name,
-            )
-            await connection.ready
-    except TimeoutError:
-        _abandon(connection, sock)
-        raise PeerFailure(
-            f"no connection with {address} within {timeout_s:g} s", hint="is it a wirespeed, and does it speak TLS as this side does?"
-        ) from None
-    except OSError as fault:
-        _abandon(connection, sock)
-        raise PeerFailure(f"no connection with {address}: {fault.strerror or fault}") from fault
-    except BaseException:
-        _abandon(connection, sock)
-        raise
-    return connection
-
-
-def _abandon(connection: Connection | None, sock: socket.socket) -> None:
-    if connection is None:
-        sock.close()
-        return
-    if connection.ready.done() and not connection.ready.cancelled():
-        connection.ready.exception()  # seen
-    connection.abort()
-    if connection.ready.done() and not connection.ready.cancelled():
-        connection.ready.exception()

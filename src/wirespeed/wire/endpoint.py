@@ -181,7 +181,9 @@ class Endpoint(asyncio.BufferedProtocol):
 
     def _refuse(self, fault: DataError) -> None:
         self._control(Kind.GOODBYE, str(fault).encode()[:1024])
-        self._end(DataError(f"{self.peer} broke the protocol: {fault.problem}", expected=fault.expected, hint=fault.hint))
+        self._end(
+            DataError(f"{self.peer} broke the protocol: {fault.problem}", expected=fault.expected, hint=fault.hint)
+        )
         if self._transport is not None:
             self._transport.close()
 

@@ -80,7 +80,9 @@ class Header(NamedTuple):
     extra: int
 
 
-def pack_header(kind: int, code: int, meta_bytes: int, stream: int, total: int, offset: int, length: int, extra: int) -> bytes:  # noqa: E501
+def pack_header(  # noqa: PLR0917 - runs once per frame: keywords cost more than the packing
+    kind: int, code: int, meta_bytes: int, stream: int, total: int, offset: int, length: int, extra: int
+) -> bytes:
     """The 32 bytes of a header. Positional: this runs once per frame."""
     head = _FIELDS.pack(MAGIC, VERSION, kind, code, meta_bytes, stream, total, offset, length, extra)
     return head + _CRC.pack(zlib.crc32(head))
@@ -91,7 +93,9 @@ def unpack_header(buffer: memoryview, start: int) -> Header:
 
     Raises DataError where it is not one: wrong magic, version, checksum, kind, or lengths that contradict each other.
     """
-    magic, version, kind, code, meta_bytes, stream, total, offset, length, extra, crc = _HEADER.unpack_from(buffer, start)
+    magic, version, kind, code, meta_bytes, stream, total, offset, length, extra, crc = _HEADER.unpack_from(
+        buffer, start
+    )
     if crc != zlib.crc32(buffer[start : start + _CHECKED_BYTES]) or magic != MAGIC:
         if magic != MAGIC:
             raise DataError(
@@ -107,5 +111,7 @@ def unpack_header(buffer: memoryview, start: int) -> Header:
     if offset + length > total:
         raise DataError(f"got a frame of {length} bytes at {offset} of a message of {total} bytes")
     if meta_bytes and (offset or meta_bytes > MAX_META_BYTES):
-        raise DataError(f"got {meta_bytes} bytes of meta", expected=f"at most {MAX_META_BYTES}, in the first frame only")
+        raise DataError(
+            f"got {meta_bytes} bytes of meta", expected=f"at most {MAX_META_BYTES}, in the first frame only"
+        )
     return Header(kind, code, meta_bytes, stream, total, offset, length, extra)

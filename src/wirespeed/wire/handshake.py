@@ -1,9 +1,9 @@
 """What the two sides say before anything else: versions, limits, methods, and the proof that both hold the token.
 
-    listening side                          connecting side
-    CHALLENGE nonce, limits, methods   -->
-                                       <--  HELLO nonce, limits, name, proof
-    WELCOME proof                      -->
+listening side                          connecting side
+CHALLENGE nonce, limits, methods   -->
+                                   <--  HELLO nonce, limits, name, proof
+WELCOME proof                      -->
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Challenge(_Said, frozen=True, kw_only=True, array_like=True, forbid_unknow
     def __post_init__(self) -> None:
         self._check()
         if len(self.methods) > MAX_METHODS or any(len(name) > _MAX_NAME for name in self.methods):
-            raise DataError(f"got {len(self.methods)} methods", expected=f"at most {MAX_METHODS}, of {_MAX_NAME} characters")
+            raise DataError(
+                f"got {len(self.methods)} methods", expected=f"at most {MAX_METHODS}, of {_MAX_NAME} characters"
+            )
         if not self.idle_s > 0 or self.max_streams < 1:
             raise DataError("got limits out of range in the handshake")
 
@@ -76,7 +78,9 @@ def encode(said: Challenge | Hello | Welcome) -> bytes:
     """The bytes of a handshake message."""
     payload = _ENCODER.encode(said)
     if len(payload) > MAX_CONTROL_BYTES:
-        raise DataError(f"the handshake takes {len(payload)} bytes", expected=f"at most {MAX_CONTROL_BYTES}: fewer methods")
+        raise DataError(
+            f"the handshake takes {len(payload)} bytes", expected=f"at most {MAX_CONTROL_BYTES}: fewer methods"
+        )
     return payload
 
 
@@ -111,4 +115,3 @@ def client_proof(secret: bytes, challenge: bytes, hello_nonce: bytes, limits: tu
 def server_proof(secret: bytes, challenge: bytes, hello: bytes) -> bytes:
     """The listening side's proof, over everything that was said."""
     return prove(secret, b"wirespeed wire 1 server", challenge, hello)
-

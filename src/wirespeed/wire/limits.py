@@ -17,8 +17,8 @@ SMALL_BYTES = 32 * KIB
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one side. Raises UsageError where they contradict each other.
 
-    ``credit_bytes`` is how much a peer may have sent that is not yet consumed, per connection; ``memory_bytes`` how much
-    all connections of a server hold together: beyond it the server stops reading until some is free.
+    ``credit_bytes`` is how much a peer may have sent that is not yet consumed, per connection; ``memory_bytes`` how
+    much all connections of a server hold together: beyond it the server stops reading until some is free.
     """
 
     max_message_bytes: int = 96 * MIB
@@ -42,11 +42,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             if not value > 0:
                 raise UsageError(f"got {name} of {value}", expected="a number above zero")
         if self.max_message_bytes > MAX_TOTAL_BYTES:
-            raise UsageError(f"got max_message_bytes of {self.max_message_bytes}", expected=f"at most {MAX_TOTAL_BYTES}")
-        # The receiver returns credit once a quarter of it is owed, so three quarters are the most a message can count on.
+            raise UsageError(
+                f"got max_message_bytes of {self.max_message_bytes}", expected=f"at most {MAX_TOTAL_BYTES}"
+            )
+        # The receiver returns credit once a quarter of it is owed, so three quarters are the most a message can count
+        # on.
         if (self.max_message_bytes + MESSAGE_OVERHEAD_BYTES) * 4 > self.credit_bytes * 3 + 4 * MESSAGE_OVERHEAD_BYTES:
             raise UsageError(
-                f"got max_message_bytes of {format_size(self.max_message_bytes)} and credit_bytes of {format_size(self.credit_bytes)}",
+                f"got max_message_bytes of {format_size(self.max_message_bytes)} and credit_bytes of "
+                f"{format_size(self.credit_bytes)}",
                 expected="a message of at most three quarters of the credit",
             )
         if self.memory_bytes < self.max_message_bytes:

@@ -61,7 +61,8 @@ class FrameReader:
     """Cuts a stream of bytes into messages for ``owner``.
 
     ``buffer_updated`` raises DataError at the first frame that breaks a rule; the connection is of no use after that.
-    ``allowed`` bounds what may come: it is looked up for every frame, so that it can change with the connection's state.
+    ``allowed`` bounds what may come: it is looked up for every frame, so that it can change with the connection's
+    state.
     """
 
     def __init__(self, owner: Owner, *, is_kind_allowed: Callable[[int], bool], max_message_bytes: int) -> None:

@@ -24,8 +24,8 @@ class Security(msgspec.Struct, frozen=True, kw_only=True):
     """How one side proves itself and what it asks of the other.
 
     ``token``: the shared secret; never shown by ``repr``. ``certificate`` and ``key``: this side's, PEM. ``authority``:
-    who must have signed the peer's certificate; on a listening side it makes client certificates mandatory. ``is_insecure``:
-    listen beyond loopback with neither.
+    who must have signed the peer's certificate; on a listening side it makes client certificates mandatory.
+    ``is_insecure``: listen beyond loopback with neither.
     """
 
     token: str | None = None
@@ -59,7 +59,9 @@ class Security(msgspec.Struct, frozen=True, kw_only=True):
         """TLS for a listening side, or None without a certificate."""
         if self.certificate is None or self.key is None:
             if self.authority is not None:
-                raise UsageError("got an authority but no certificate", expected="a certificate and key to listen with TLS")
+                raise UsageError(
+                    "got an authority but no certificate", expected="a certificate and key to listen with TLS"
+                )
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -1,9 +1,9 @@
 """Messages to bytes: credit, chunks and turns; the sending half of a connection.
 
 A message is sent when the peer's credit covers all of it, first come first served, so that two half-sent messages never
-wait for each other's credit. Then small ones go out at once, as one piece, and large ones chunk by chunk in turn: a small
-message waits for at most one chunk, not for a large message. A chunk is handed to the transport only when the transport
-has room, so that little is buffered here and a slow reader stops the sender.
+wait for each other's credit. Then small ones go out at once, as one piece, and large ones chunk by chunk in turn: a
+small message waits for at most one chunk, not for a large message. A chunk is handed to the transport only when the
+transport has room, so that little is buffered here and a slow reader stops the sender.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ FLUSH_EVERY = 16
 def as_parts(payload: object) -> tuple[list[Buffer], int]:
     """A payload as flat buffers and the sum of their bytes; an object with the buffer protocol is not copied.
 
-    A payload is one such object (bytes, bytearray, memoryview, a C-contiguous array) or a list or tuple of them, sent one
-    after another. Raises UsageError for anything else.
+    A payload is one such object (bytes, bytearray, memoryview, a C-contiguous array) or a list or tuple of them, sent
+    one after another. Raises UsageError for anything else.
     """
     if type(payload) is bytes:
         return [payload], len(payload)
     parts: list[Buffer] = []
     total = 0
-    for part in payload if isinstance(payload, list | tuple) else (payload,):
-        if type(part) is not bytes:
-            try:
-                part = memoryview(part).cast("B")
-            except (TypeError, ValueError) as fault:
-                raise UsageError(f"got a payload of type {type(part).__name__}", expected="contiguous bytes") from fault
+    for given in payload if isinstance(payload, list | tuple) else (payload,):
+        try:
+            part = given if type(given) is bytes else memoryview(given).cast("B")
+        except (TypeError, ValueError) as fault:
+            raise UsageError(f"got a payload of type {type(given).__name__}", expected="contiguous bytes") from fault
         parts.append(part)
         total += len(part)
     return parts, total
@@ -45,9 +44,22 @@ def as_parts(payload: object) -> tuple[list[Buffer], int]:
 class Outgoing:
     """A message on its way out. ``when_sent`` is called once, after its last byte was handed to the transport."""
 
-    __slots__ = ("code", "cost", "extra", "is_dropped", "is_started", "kind", "meta", "parts", "sent", "stream", "total", "when_sent")
+    __slots__ = (
+        "code",
+        "cost",
+        "extra",
+        "is_dropped",
+        "is_started",
+        "kind",
+        "meta",
+        "parts",
+        "sent",
+        "stream",
+        "total",
+        "when_sent",
+    )
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - made once per message
         self,
         kind: int,
         code: int,
@@ -85,8 +97,8 @@ class Sender:
         self._is_paused = False
         self._small: list[bytes] = []
         self._loop = asyncio.get_running_loop()
-        # uvloop then writes at once instead of at the end of its turn, so that the peer works while this side does. A full
-        # socket pauses the sender; what the kernel holds by then keeps the wire busy until it resumes.
+        # uvloop then writes at once instead of at the end of its turn, so that the peer works while this side does. A
+        # full socket pauses the sender; what the kernel holds by then keeps the wire busy until it resumes.
         transport.set_write_buffer_limits(high=0)
 
     @property
@@ -106,8 +118,13 @@ class Sender:
         else:
             self._start(message)
 
-    def send_small(self, kind: int, code: int, stream: int, meta: bytes, parts: Sequence[Buffer], total: int, extra: int) -> bool:
-        """Send a message of at most SMALL_BYTES now, if credit allows; False: ``submit`` it. For the many small ones."""
+    def send_small(  # noqa: PLR0917 - runs once per message
+        self, kind: int, code: int, stream: int, meta: bytes, parts: Sequence[Buffer], total: int, extra: int
+    ) -> bool:
+        """Send a message of at most SMALL_BYTES now, if credit allows; False: ``submit`` it.
+
+        For the many small ones.
+        """
         cost = total + len(meta) + MESSAGE_OVERHEAD_BYTES
         if self._waiting or cost > self._credit_bytes:
             return False
@@ -208,7 +225,9 @@ class Sender:
         message.is_started = True
         message.sent = offset + length
         if len(message.parts) == 1:
-            view = message.parts[0] if length == message.total else memoryview(message.parts[0])[offset : offset + length]
+            view = (
+                message.parts[0] if length == message.total else memoryview(message.parts[0])[offset : offset + length]
+            )
             self._transport.writelines((head + meta, view))
         else:
             self._transport.writelines((head + meta, *_slices(message.parts, offset, length)))

@@ -80,7 +80,9 @@ def describe_socket(sock: socket.socket, settings: SocketSettings) -> dict[str, 
     shown["TCP_USER_TIMEOUT"] = f"{sock.getsockopt(tcp, socket.TCP_USER_TIMEOUT)} ms"
     shown["TCP_CONGESTION"] = sock.getsockopt(tcp, socket.TCP_CONGESTION, 16).split(b"\0")[0].decode()
     level, option = (
-        (socket.IPPROTO_IPV6, socket.IPV6_TCLASS) if sock.family == socket.AF_INET6 else (socket.IPPROTO_IP, socket.IP_TOS)
+        (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
+        if sock.family == socket.AF_INET6
+        else (socket.IPPROTO_IP, socket.IP_TOS)
     )
     shown["DSCP"] = str(sock.getsockopt(level, option) >> 2)
     shown["SO_REUSEPORT"] = "on" if sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT) else "off"
@@ -110,7 +112,11 @@ def open_listener(address: str, settings: SocketSettings) -> socket.socket:
         sock.setblocking(False)
     except OSError as fault:
         sock.close()
-        hint = "another process listens there; choose another port, or 0 for any" if fault.errno == errno.EADDRINUSE else None
+        hint = (
+            "another process listens there; choose another port, or 0 for any"
+            if fault.errno == errno.EADDRINUSE
+            else None
+        )
         raise UsageError(f"cannot listen on {address}: {fault.strerror}", hint=hint) from fault
     except BaseException:
         sock.close()

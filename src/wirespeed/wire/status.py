@@ -27,7 +27,10 @@ class Status(IntEnum):
 
     @property
     def is_retriable(self) -> bool:
-        """Whether another peer, or the same one later, may well answer. Says nothing about the call being idempotent."""
+        """Whether another peer, or the same one later, may well answer.
+
+        Says nothing about the call being idempotent.
+        """
         return self in (Status.EXHAUSTED, Status.UNAVAILABLE)
 
 

@@ -56,9 +56,7 @@ class OnnxBackend:
 
     def infer(self, inputs: Arrays, batch: Batch) -> Arrays:
         """See Backend.infer."""
-        values = {
-            name: array.astype(str) if array.dtype.kind == "O" else array for name, array in inputs.items()
-        }
+        values = {name: array.astype(str) if array.dtype.kind == "O" else array for name, array in inputs.items()}
         return dict(zip(self._outputs, self._session.run(self._outputs, values), strict=True))
 
     def close(self) -> None:

@@ -5,8 +5,8 @@
         def infer(self, inputs):                         # dict of name -> array
             return {"y": inputs["x"] * 2}
 
-``infer`` may take a second parameter, ``batch``, with the rows and parameters of each request. ``close`` is called at the
-end where there is one. The file is code: it runs with the rights of the server.
+``infer`` may take a second parameter, ``batch``, with the rows and parameters of each request. ``close`` is called at
+the end where there is one. The file is code: it runs with the rights of the server.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TorchScript files (``model.pt``) and exported programs (``model.pt2``), on the CPU.
 
 The files hold code in a form that torch restricts, not pickles of arbitrary objects: TorchScript is loaded by
-``torch.jit.load``, exported programs by ``torch.export.load``. Inputs are passed in the order of model.toml, and outputs
-are named in its order.
+``torch.jit.load``, exported programs by ``torch.export.load``. Inputs are passed in the order of model.toml, and
+outputs are named in its order.
 """
 
 from __future__ import annotations

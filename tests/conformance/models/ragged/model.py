@@ -6,4 +6,8 @@ import numpy as np
 class Model:
     def infer(self, inputs):
         x = inputs["x"]
-        return {"sum": x.sum(axis=1, keepdims=True), "plus_one": x + 1, "width": np.full((len(x), 1), x.shape[1], np.int32)}
+        return {
+            "sum": x.sum(axis=1, keepdims=True),
+            "plus_one": x + 1,
+            "width": np.full((len(x), 1), x.shape[1], np.int32),
+        }
