@@ -20,13 +20,8 @@ import pytest
 grpcclient = pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed; hint: make conformance")
 import tritonclient.grpc.aio as aioclient  # noqa: E402
 import tritonclient.http as httpclient  # noqa: E402
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype, serialize_byte_tensor  # noqa: E402
-
-sys_path = str(Path(__file__).parent)
-import sys  # noqa: E402
-
-sys.path.insert(0, sys_path)
 from triton_server import Serving, serving  # noqa: E402
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype, serialize_byte_tensor  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # the client's own warnings are not ours
 NUMPY = {

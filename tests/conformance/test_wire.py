@@ -27,6 +27,7 @@ from wirespeed.wire import (
     connect,
     listen,
 )
+from wirespeed.wire.frames import Kind, pack_header
 
 TOKEN = "correct-horse-battery"
 KINDS = ("asyncio-plain", "uvloop-plain", "uvloop-token", "asyncio-tls", "uvloop-tls")
@@ -75,9 +76,9 @@ class Case:
         self, *, limits: Limits | None = None, client: Limits | None = None, **handlers: object
     ) -> AsyncIterator[tuple[Server, Connection]]:
         held = {"echo": lambda request: Answer(request.payload, meta=request.meta), **handlers}
-        async with await listen("127.0.0.1:0", held, security=self.server_security, limits=limits) as server:  # type: ignore[arg-type]
-            async with await connect(server.address, security=self.client_security, limits=client) as connection:
-                yield server, connection
+        server = await listen("127.0.0.1:0", held, security=self.server_security, limits=limits)  # type: ignore[arg-type]
+        async with server, await connect(server.address, security=self.client_security, limits=client) as connection:
+            yield server, connection
 
 
 @pytest.fixture(params=KINDS)
@@ -205,16 +206,17 @@ def test_cancelling_a_call_cancels_its_handler(case: Case) -> None:
 
 def test_cancelling_a_large_call_half_way_leaves_the_connection_whole(case: Case) -> None:
     async def test() -> None:
-        async with case.pair() as (server, connection):
-            for _ in range(8):
-                futures = [connection.call_soon("echo", bytes(20 * MIB)) for _ in range(3)]
+        small = Limits(max_message_bytes=12 * MIB, credit_bytes=16 * MIB, memory_bytes=64 * MIB)
+        async with case.pair(limits=small, client=small) as (server, connection):
+            for _ in range(4):
+                futures = [connection.call_soon("echo", bytes(4 * MIB)) for _ in range(3)]
                 await asyncio.sleep(0)
                 for future in futures:
                     future.cancel()
                 assert bytes((await connection.call("echo", b"still here")).payload) == b"still here"
             await settles(lambda: server.budget.used_bytes == 0 and server.num_running == 0)
             # All credit is there again: a message that needs most of it passes.
-            assert len((await connection.call("echo", bytes(90 * MIB))).payload) == 90 * MIB
+            assert len((await connection.call("echo", bytes(12 * MIB))).payload) == 12 * MIB
 
     case.run(test)
 
@@ -376,9 +378,10 @@ def test_more_requests_than_streams_are_refused(plain: Case) -> None:
 def test_more_connections_than_allowed_are_told_so(plain: Case) -> None:
     async def test() -> None:
         async with await listen("127.0.0.1:0", {"x": lambda _: b""}, limits=Limits(max_connections=1)) as server:
-            async with await connect(server.address):
-                with pytest.raises(CallFailed, match="all the connections that it takes"):
-                    await connect(server.address)
+            first = await connect(server.address)
+            with pytest.raises(CallFailed, match="all the connections that it takes"):
+                await connect(server.address)
+            await first.close()
 
     plain.run(test)
 
@@ -397,7 +400,7 @@ def test_a_wrong_token_is_refused(plain: Case, client_token: str | None, server_
             with pytest.raises(CallFailed, match=text) as fault:
                 await connect(server.address, security=Security(token=client_token))
             assert fault.value.status is Status.REFUSED
-            assert not server.connections
+            await settles(lambda: not server.connections)
 
     plain.run(test)
 
@@ -519,5 +522,80 @@ def test_socket_options_are_read_back(plain: Case) -> None:
             "reno",
             "on",
         )
+
+    plain.run(test)
+
+
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [
+        (
+            (Kind.REQUEST, 0, 0, 9, 200 * MIB, 0, MIB, 1000),
+            "got a message of 209715200 bytes; expected at most 100663296",
+        ),
+        ((Kind.REQUEST, 0, 0, 9, 10 * MIB, MIB, MIB, 1000), "out of order"),
+        ((Kind.CREDIT, 0, 0, 0, 0, 0, 0, 5), "5 bytes of credit that were never used"),
+        ((Kind.HELLO, 0, 0, 0, 0, 0, 0, 0), "kind 2 at this point"),
+        ((Kind.REPLY, 0, 0, 9, 0, 0, 0, 0), "kind 5 at this point"),
+        (None, "where a frame starts"),
+    ],
+)
+def test_a_client_that_breaks_the_protocol_is_told_and_cut_off(
+    plain: Case, frame: tuple[int, ...] | None, text: str
+) -> None:
+    async def test() -> None:
+        async with plain.pair() as (server, bad):
+            pending = bad.call_soon("echo", bytes(5 * MIB))
+            assert bad._transport is not None
+            bad._transport.write(b"x" * 32 if frame is None else pack_header(*frame))
+            await asyncio.wait_for(bad.closed, 5)
+            assert text in str(bad.goodbye)
+            assert pending.done()
+            async with await connect(server.address) as good:
+                assert bytes((await good.call("echo", b"fine")).payload) == b"fine"
+            await settles(lambda: not server.connections and server.budget.used_bytes == 0)
+
+    plain.run(test)
+
+
+def test_a_client_that_never_reads_is_cut_off_and_costs_a_bounded_amount(plain: Case) -> None:
+    async def test() -> None:
+        limits = Limits(max_message_bytes=4 * MIB, credit_bytes=8 * MIB, memory_bytes=16 * MIB, stall_s=0.5)
+        async with plain.pair(limits=limits, grow=lambda _: bytes(4 * MIB)) as (server, slow):
+            assert slow._transport is not None
+            slow._transport.pause_reading()
+            for _ in range(200):
+                slow.call_soon("grow").add_done_callback(lambda done: done.exception())
+            (held,) = server.connections
+            await asyncio.wait_for(held.closed, 10)
+            assert "took no bytes for" in str(held.closed.result())
+            assert server.budget.peak_bytes <= limits.memory_bytes
+
+    plain.run(test)
+
+
+def test_an_abandoned_half_of_a_message_does_not_stay(plain: Case) -> None:
+    async def test() -> None:
+        async with plain.pair(limits=Limits(stall_s=0.3)) as (server, half):
+            assert half._transport is not None
+            half._transport.write(pack_header(Kind.REQUEST, 0, 0, 77, 10 * MIB, 0, MIB, 60_000) + bytes(1000))
+            await settles(lambda: server.budget.used_bytes == 10 * MIB)
+            (held,) = server.connections
+            await asyncio.wait_for(held.closed, 10)
+            assert "made no progress" in str(held.closed.result())
+            assert server.budget.used_bytes == 0
+
+    plain.run(test)
+
+
+@pytest.mark.slow
+def test_a_thousand_connections_are_served(plain: Case) -> None:
+    async def test() -> None:
+        async with await listen("127.0.0.1:0", {"echo": lambda request: request.payload}) as server:
+            connections = await asyncio.gather(*(connect(server.address, timeout_s=25) for _ in range(1000)))
+            replies = await asyncio.gather(*(c.call("echo", str(n).encode()) for n, c in enumerate(connections)))
+            assert [bytes(reply.payload) for reply in replies] == [str(n).encode() for n in range(1000)]
+            await asyncio.gather(*(c.close() for c in connections))
+            await settles(lambda: not server.connections)
 
     plain.run(test)

@@ -151,7 +151,7 @@ def test_a_worker_killed_from_outside_costs_no_answer(make: Callable[..., ModelC
 
 def test_a_worker_that_hangs_is_killed_and_replaced(make: Callable[..., ModelConfig]) -> None:
     async def test(model: Model) -> None:
-        with pytest.raises(RequestFailed, match="took longer than 0.3 s"):
+        with pytest.raises(RequestFailed, match=r"took longer than 0.3 s"):
             await model.infer(ask(14))
         assert value(await model.infer(ask(1))) == [[2.0, 2.0]]
 
@@ -215,7 +215,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_an_error_of_it(make: Callab
     async def test(model: Model) -> None:
         large = np.zeros((1, 300_000), np.float32)
         with pytest.raises(
-            RequestFailed, match="take more than 1048576 bytes; expected less; hint: raise instances.max_batch_size"
+            RequestFailed, match=r"take more than 1048576 bytes; expected less; hint: raise instances.max_batch_size"
         ):
             await model.infer(InferRequest([from_array("x", large)]))
         assert value(await model.infer(ask(1))) == [[2.0, 2.0]]
@@ -227,7 +227,7 @@ def test_a_model_that_cannot_load_says_why_and_leaves_nothing(make: Callable[...
     async def main() -> None:
         with pytest.raises(DataError, match="failed to load: RuntimeError: no weights here"):
             await Model(make("a", parameters="breaks = true")).load()
-        with pytest.raises(DataError, match="failed to load: .*defines no class Model"):
+        with pytest.raises(DataError, match=r"failed to load: .*defines no class Model"):
             await Model(make("b", code="x = 1")).load()
 
     run(main())
@@ -242,7 +242,7 @@ def test_a_change_that_does_not_load_leaves_the_old_model_serving(
         await models.load("m")
         assert value(await models.get("m").infer(ask(3))) == [[6.0, 2.0]]
         make("m", parameters="breaks = true")
-        with pytest.raises(RequestFailed, match="failed to load 'm'.*no weights here"):
+        with pytest.raises(RequestFailed, match=r"failed to load 'm'.*no weights here"):
             await models.load("m")
         assert value(await models.get("m").infer(ask(3))) == [[6.0, 2.0]]
         make("m", parameters="scale = 10")

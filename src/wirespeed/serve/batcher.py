@@ -152,11 +152,12 @@ class Returns:
             delay_s = self._last_s - self._answered_s
             self.delay_s = delay_s if self.delay_s == 0 else _MEMORY * self.delay_s + (1 - _MEMORY) * delay_s
 
-    def expected(self, now_s: float) -> tuple[int, float]:
-        """How many more are expected, and by when. ``(0, now_s)`` when none is."""
+    def expected(self, now_s: float) -> tuple[int, float, float]:
+        """How many more are expected, by when they usually are all here, and until when to believe in it at all."""
         missing = round(self.share * self._answered) - self._returned
-        by_s = self._answered_s + 1.5 * self.delay_s
-        return (missing, by_s) if missing > 0 and by_s > now_s else (0, now_s)
+        usual_s = max(self._answered_s + self.delay_s, now_s + 0.1 * self.delay_s)
+        last_s = self._answered_s + 1.5 * self.delay_s
+        return (missing, usual_s, last_s) if missing > 0 and last_s > now_s else (0, now_s, now_s)
 
 
 class Batcher:
@@ -242,14 +243,14 @@ class Batcher:
         if self._kept_since_s is None:
             self._kept_since_s = now_s
         latest_s = self._kept_since_s + policy.max_delay_s
-        more, by_s = self.returns.expected(now_s)
-        if more == 0 or by_s > latest_s:
+        more, usual_s, last_s = self.returns.expected(now_s)
+        if more == 0 or usual_s > latest_s:
             return now_s
         fixed_s, per_row_s = self.times.fixed_and_per_row_s
-        wait_s = by_s - now_s
+        wait_s = usual_s - now_s
         gain_s = more * (fixed_s - wait_s)
         cost_s = rows * (wait_s + per_row_s * more)
-        return by_s if gain_s > cost_s else now_s
+        return min(last_s, latest_s) if gain_s > cost_s else now_s
 
     def _take(self, head: Item) -> list[Item]:
         heap = self._groups[head.group]

@@ -62,6 +62,7 @@ class Answer:
 Handler = Callable[[Request], object]
 """Takes a Request; gives an Answer, a payload, or an awaitable of one."""
 ErrorCallback = Callable[[Request, BaseException], None]
+_AT_ONCE = (bytes, memoryview, Answer)  # asking whether something is an Awaitable takes longer
 
 
 class ServerConnection(Endpoint):
@@ -71,7 +72,7 @@ class ServerConnection(Endpoint):
         super().__init__(server.limits, server.settings, server.pool)
         self.client_name = ""
         self._server = server
-        self._allowed = _HANDSHAKE
+        self._reader.allowed = _HANDSHAKE
         self._challenge = b""
         self._running: dict[int, tuple[asyncio.Future[object], Request]] = {}
         self._answers: dict[int, Outgoing] = {}
@@ -146,7 +147,7 @@ class ServerConnection(Endpoint):
         self._max_reply_bytes = hello.max_message_bytes
         self.client_name = hello.name
         self.is_established = True
-        self._allowed = _ESTABLISHED
+        self._reader.allowed = _ESTABLISHED
         self._control(Kind.WELCOME, encode(Welcome(proof=server_proof(security.secret, self._challenge, said))))
         if self._server.draining is not None:
             self._control(Kind.GOODBYE, self._server.draining.encode())
@@ -183,7 +184,7 @@ class ServerConnection(Endpoint):
         except Exception as fault:
             self._fail_with(header, request, fault)
             return
-        if isinstance(result, Awaitable):
+        if not isinstance(result, _AT_ONCE) and isinstance(result, Awaitable):
             task = asyncio.ensure_future(result)
             self._running[request.stream] = (task, request)
             task.add_done_callback(functools.partial(self._finished, header, request))

@@ -32,11 +32,13 @@ class BufferPool:
         """A writable view of ``num_bytes``; its content is whatever was there."""
         size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()) if num_bytes else _LEAST_BYTES
         held = self._classes.setdefault(size, [])
-        for place in range(min(_TRIES, len(held))):
+        num_held = len(held)
+        # First the last ones used, which are still in the processor's cache; then the longest unused, most likely free.
+        for place in (*range(num_held - 1, max(-1, num_held - 1 - _TRIES), -1), *range(min(_TRIES, num_held - _TRIES))):
             buffer = held[place]
             if _is_free(buffer):
-                # To the back: the front is the longest unused, and most likely free.
-                held.append(held.pop(place))
+                if place != num_held - 1:
+                    held.append(held.pop(place))
                 return memoryview(buffer)[:num_bytes]
         if self._pooled_bytes + size > self._max_pooled_bytes:
             self._drop_free()

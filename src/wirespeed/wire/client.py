@@ -82,7 +82,7 @@ class Connection(Endpoint):
         self.goodbye: str | None = None
         """Why the server takes no new calls, once it said so."""
         self._security = security
-        self._allowed = _HANDSHAKE
+        self._reader.allowed = _HANDSHAKE
         self._codes: dict[str, int] = {}
         self._calls: dict[int, _Call] = {}
         self._next_stream = 1
@@ -256,7 +256,7 @@ class Connection(Endpoint):
         self._codes = {name: code for code, name in enumerate(challenge.methods)}
         self._max_request_bytes = challenge.max_message_bytes
         self._sender = Sender(self._transport, credit_bytes=challenge.credit_bytes, chunk_bytes=self.limits.chunk_bytes)
-        self._allowed = _ESTABLISHED
+        self._reader.allowed = _ESTABLISHED
         self._idle_s = challenge.idle_s
         self._keepalive_s = min(self.limits.keepalive_s, challenge.idle_s / 3)
         self._watcher = self._loop.call_later(self._keepalive_s, self._keep_alive)

@@ -34,10 +34,7 @@ class Endpoint(asyncio.BufferedProtocol):
         self._owed_bytes = 0
         self._heard_s = self._loop.time()
         self._progress_s = self._heard_s
-        self._allowed: frozenset[int] = frozenset()
-        self._reader = FrameReader(
-            self, is_kind_allowed=lambda kind: kind in self._allowed, max_message_bytes=limits.max_message_bytes
-        )
+        self._reader = FrameReader(self, allowed=frozenset(), max_message_bytes=limits.max_message_bytes)
         self.closed: asyncio.Future[BaseException | None] = self._loop.create_future()
         """Resolved when the connection is over, with what ended it, or None where it was closed on purpose."""
 

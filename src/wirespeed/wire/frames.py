@@ -38,6 +38,7 @@ _FIELDS = struct.Struct("<2sBBHHIIIII")
 _HEADER = struct.Struct("<2sBBHHIIIIII")
 _CRC = struct.Struct("<I")
 _CHECKED_BYTES = HEADER_BYTES - _CRC.size
+_new_tuple = tuple.__new__
 
 
 class Kind(IntEnum):
@@ -93,9 +94,8 @@ def unpack_header(buffer: memoryview, start: int) -> Header:
 
     Raises DataError where it is not one: wrong magic, version, checksum, kind, or lengths that contradict each other.
     """
-    magic, version, kind, code, meta_bytes, stream, total, offset, length, extra, crc = _HEADER.unpack_from(
-        buffer, start
-    )
+    fields = _HEADER.unpack_from(buffer, start)
+    magic, version, kind, _, meta_bytes, _, total, offset, length, _, crc = fields
     if crc != zlib.crc32(buffer[start : start + _CHECKED_BYTES]) or magic != MAGIC:
         if magic != MAGIC:
             raise DataError(
@@ -114,4 +114,4 @@ def unpack_header(buffer: memoryview, start: int) -> Header:
         raise DataError(
             f"got {meta_bytes} bytes of meta", expected=f"at most {MAX_META_BYTES}, in the first frame only"
         )
-    return Header(kind, code, meta_bytes, stream, total, offset, length, extra)
+    return _new_tuple(Header, fields[2:10])  # a third of the time of Header(...)

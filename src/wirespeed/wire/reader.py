@@ -8,7 +8,6 @@ has to wait for memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Literal, Protocol
 
@@ -61,13 +60,12 @@ class FrameReader:
     """Cuts a stream of bytes into messages for ``owner``.
 
     ``buffer_updated`` raises DataError at the first frame that breaks a rule; the connection is of no use after that.
-    ``allowed`` bounds what may come: it is looked up for every frame, so that it can change with the connection's
-    state.
+    ``allowed`` are the kinds of frames that may come; the reader's owner changes it with the connection's state.
     """
 
-    def __init__(self, owner: Owner, *, is_kind_allowed: Callable[[int], bool], max_message_bytes: int) -> None:
+    def __init__(self, owner: Owner, *, allowed: frozenset[int], max_message_bytes: int) -> None:
+        self.allowed = allowed
         self._owner = owner
-        self._is_kind_allowed = is_kind_allowed
         self._max_message_bytes = max_message_bytes
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._start = 0
@@ -162,7 +160,7 @@ class FrameReader:
                 return
 
     def _check(self, header: Header) -> None:
-        if not self._is_kind_allowed(header.kind):
+        if header.kind not in self.allowed:
             raise DataError(f"got a frame of kind {header.kind} at this point of the connection")
         limit = self._max_message_bytes if header.kind in CARRIES_MESSAGE else MAX_CONTROL_BYTES
         if header.total > limit:
