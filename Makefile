@@ -41,7 +41,7 @@ test: venv ## Run every test that this machine can run; what was skipped is list
 conformance: venv ## Drive the server with the real tritonclient, in an environment of its own
 	test -x .venv-conformance/bin/python || $(PYTHON) -m venv .venv-conformance
 	.venv-conformance/bin/python -m pip install --quiet --disable-pip-version-check \
-		'tritonclient[grpc,http]==2.73.0' grpcio-health-checking==1.81.1 protobuf==6.33.6 pytest hypothesis
+		'tritonclient[grpc,http]==2.73.0' grpcio-health-checking==1.81.1 protobuf==6.33.6 ml_dtypes pytest hypothesis
 	WIRESPEED_SERVER_PYTHON=$(abspath $(BIN))/python .venv-conformance/bin/python -m pytest tests/conformance/test_triton_client.py $(ARGS)
 
 lint: venv ## Style, format, types and layers

@@ -472,6 +472,7 @@ def test_a_peer_that_speaks_something_else_is_named(plain: Case) -> None:
         async def http(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
             await writer.drain()
+            writer.close()
 
         other = await asyncio.start_server(http, "127.0.0.1", 0)
         port = other.sockets[0].getsockname()[1]

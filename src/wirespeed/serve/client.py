@@ -94,7 +94,7 @@ class InferenceClient:
     async def metadata(self, model: str, *, timeout_s: float = 10.0) -> pb.ModelMetadataResponse:
         """What a model takes and gives."""
         answer = await self._call("ModelMetadata", pb.ModelMetadataRequest(name=model), timeout_s)
-        return pb.ModelMetadataResponse.FromString(answer)
+        return cast(pb.ModelMetadataResponse, pb.ModelMetadataResponse.FromString(answer))
 
     async def is_ready(self, model: str = "", *, timeout_s: float = 5.0) -> bool:
         """Whether the server, or one model of it, takes requests."""
@@ -150,7 +150,7 @@ def encode_request(
     for name, value in (parameters or {}).items():
         kind = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}[type(value)]
         setattr(request.parameters[name], kind, value)
-    return request.SerializeToString()
+    return cast(bytes, request.SerializeToString())
 
 
 def decode_response(message: bytes) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import wirespeed
 from wirespeed.serve._generated import open_inference_pb2 as pb
@@ -68,7 +69,7 @@ def model_config(model: Model) -> pb.ModelConfig:
     return described
 
 
-def _type(datatype: str) -> pb.DataType:
+def _type(datatype: str) -> Any:
     return pb.DataType.Value("TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -126,7 +126,7 @@ class GrpcDoor:
             response = pb.ModelStreamInferResponse(error_message=str(failure))
             with contextlib.suppress(Exception):
                 response.infer_response.id = pb.ModelInferRequest.FromString(message).id
-            return response.SerializeToString()
+            return cast(bytes, response.SerializeToString())
         # Field 2, length-delimited: the answer's bytes as they are, not parsed and copied once more.
         return b"\x12" + _length(len(inner)) + inner
 

@@ -234,7 +234,8 @@ def _plain(message: Any) -> dict[str, Any]:
     held: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    return _numbers(held)
+    plain: dict[str, Any] = _numbers(held)
+    return plain
 
 
 def _numbers(held: Any) -> Any:

@@ -24,7 +24,7 @@ class HttpClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for _, writer in self._idle:
+        for _reader, writer in self._idle:
             writer.close()
         self._idle.clear()
 

@@ -60,5 +60,5 @@ class _Collector:
 def render(models: ModelRepository) -> bytes:
     """The text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(models))  # type: ignore[arg-type]
+    registry.register(_Collector(models))
     return generate_latest(registry)

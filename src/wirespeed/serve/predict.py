@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import cast
 
 from wirespeed.serve._generated import predict_pb2
 from wirespeed.serve.doors import Desk, as_failure, only_model
@@ -42,7 +43,7 @@ async def predict(desk: Desk, message: bytes, *, deadline_s: float) -> bytes:
     except Exception as fault:
         response.error_message = str(as_failure(fault))
     response.latency_ms = (time.perf_counter() - begin_s) * 1e3
-    return response.SerializeToString()
+    return cast(bytes, response.SerializeToString())
 
 
 def _input(model: Model, data: bytes, shape_text: str) -> Tensor:

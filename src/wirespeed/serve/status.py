@@ -41,11 +41,16 @@ _HTTP = {
 }
 
 
-class RequestFailed(WirespeedError):  # noqa: N818 - the name says what it is
-    """A request that has no answer, and why."""
+_ASKED_WRONGLY = frozenset((Reason.INVALID, Reason.NOT_FOUND, Reason.ALREADY_EXISTS, Reason.UNIMPLEMENTED))
 
-    exit_code = 4
+
+class RequestFailed(WirespeedError):  # noqa: N818 - the name says what it is
+    """A request that has no answer, and why.
+
+    A command ends with 2 for what was asked wrongly, with 1 where a model failed, with 4 otherwise.
+    """
 
     def __init__(self, problem: str, *, reason: Reason, expected: str | None = None, hint: str | None = None) -> None:
         super().__init__(problem, expected=expected, hint=hint)
         self.reason = reason
+        self.exit_code = 2 if reason in _ASKED_WRONGLY else 1 if reason is Reason.FAILED else 4

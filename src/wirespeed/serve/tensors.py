@@ -162,7 +162,7 @@ def from_array(name: str, array: np.ndarray[Any, Any], *, datatype: str | None =
     if array.dtype != wanted:
         raise DataError(f"output {name!r} is of {array.dtype}", expected=f"{datatype} ({wanted})")
     flat = np.ascontiguousarray(array)
-    return Tensor(name, datatype, array.shape, memoryview(flat.reshape(-1).view(np.uint8)))
+    return Tensor(name, datatype, array.shape, memoryview(flat.reshape(-1).view(np.uint8).data))
 
 
 def datatype_of(name: str, array: np.ndarray[Any, Any]) -> str:

@@ -14,7 +14,7 @@ import os
 import socket
 from typing import Literal
 
-from wirespeed.errors import DataError, UsageError, WirespeedError
+from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
 from wirespeed.wire.buffers import BufferPool
 from wirespeed.wire.endpoint import Endpoint, message_cost
 from wirespeed.wire.frames import MAX_META_BYTES, Header, Kind
@@ -334,8 +334,5 @@ class Connection(Endpoint):
                 fault = CallFailed(f"{reason}{said}", status=Status.UNAVAILABLE)
             call.future.set_exception(fault)
         if not self.ready.done():
-            self.ready.set_exception(
-                reason
-                if isinstance(reason, WirespeedError)
-                else CallFailed(f"no connection with {self.peer}: {reason}", status=Status.UNAVAILABLE)
-            )
+            problem = f"no connection with {self.peer}: {reason}"
+            self.ready.set_exception(reason if isinstance(reason, PeerFailure) else CallFailed(problem))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+from typing import Any
 
 import msgspec
 
@@ -124,7 +125,7 @@ def open_listener(address: str, settings: SocketSettings) -> socket.socket:
     return sock
 
 
-def open_stream(address: str, settings: SocketSettings) -> tuple[socket.socket, tuple[object, ...]]:
+def open_stream(address: str, settings: SocketSettings) -> tuple[socket.socket, Any]:
     """A socket that is not yet connected, and where it is to go."""
     host, port = split_address(address)
     family, _, _, _, target = _resolve(host, port)
@@ -146,7 +147,7 @@ def name_of(sock_address: object) -> str:
     return str(sock_address)
 
 
-def _resolve(host: str, port: int) -> tuple[int, int, int, str, tuple[object, ...]]:
+def _resolve(host: str, port: int) -> tuple[int, int, int, str, Any]:
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as fault:

@@ -39,7 +39,8 @@ class TorchBackend:
             if path.suffix == ".pt2":
                 self._module = torch.export.load(str(path)).module()
             else:
-                self._module = torch.jit.load(str(path), map_location="cpu").eval()
+                loaded = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
+                self._module = loaded.eval()
         except Exception as fault:
             raise DataError(f"cannot load {path}: {str(fault).splitlines()[0]}") from fault
         self._inputs = [(spec.name, spec.datatype) for spec in config.input]
