@@ -120,6 +120,14 @@ def test_bounds_that_contradict_each_other_are_refused() -> None:
         BatchPolicy(max_rows=32, max_queue_rows=16)
 
 
+def test_requests_that_ran_are_let_go_of_before_their_deadlines() -> None:
+    b = batcher()
+    for n in range(1000):
+        b.add(item(n, deadline_s=1e6), float(n))
+        b.next_batch(float(n))
+    assert len(b._deadlines) <= 64
+
+
 class Closed:
     """Callers that ask again as soon as they are answered, on a model of ``fixed_s + rows * per_row_s``; no real time."""
 

@@ -218,6 +218,13 @@ def test_a_batch_that_is_too_large_for_the_memory_is_an_error_of_it(make: Callab
             RequestFailed, match=r"take more than 1048576 bytes; expected less; hint: raise instances.max_batch_size"
         ):
             await model.infer(InferRequest([from_array("x", large)]))
+        # Two that fit alone and not together are run apart.
+        half = np.ones((1, 150_000), np.float32)
+        busy = asyncio.ensure_future(model.infer(ask(18)))
+        await asyncio.sleep(0.05)
+        both = await asyncio.gather(*(model.infer(InferRequest([from_array("x", half)])) for _ in range(2)))
+        assert [float(to_array(answer[0]).sum()) for answer in both] == [300_000.0, 300_000.0]
+        await busy
         assert value(await model.infer(ask(1))) == [[2.0, 2.0]]
 
     using(make(instances='max_batch_size = "1 MiB"'), test)

@@ -300,3 +300,7 @@ class Batcher:
         self.queued_bytes -= item.num_bytes
         self.num_queued -= 1
         self._group_rows[item.group] -= item.rows
+        if len(self._deadlines) > 2 * self.num_queued + 64:
+            # Entries of requests that are gone would keep their tensors until their deadlines.
+            self._deadlines = [entry for entry in self._deadlines if entry[2].is_queued]
+            heapq.heapify(self._deadlines)

@@ -116,7 +116,7 @@ class Model:
         except RequestFailed as fault:
             self.statistics.failed(fault.reason, time.perf_counter_ns() - begin_ns)
             raise
-        now_s = self._loop.time()
+        now_s = time.monotonic()
         if request.deadline_s == math.inf:
             request.deadline_s = now_s + self.config.queue_timeout_s
         elif request.deadline_s <= now_s:
@@ -147,8 +147,8 @@ class Model:
 
     async def close(self, *, drain_s: float = 0.0) -> None:
         """Take nothing new, wait up to ``drain_s`` for what is queued and running, then end the instances."""
-        end_s = self._loop.time() + drain_s
-        while (self.num_queued or self._running) and self._loop.time() < end_s and self._instances:
+        end_s = time.monotonic() + drain_s
+        while (self.num_queued or self._running) and time.monotonic() < end_s and self._instances:
             await asyncio.sleep(0.005)
         self._is_closing = True
         for task in list(self._restarts):
@@ -162,7 +162,7 @@ class Model:
     # --- running
 
     def _drive(self) -> None:
-        now_s = self._loop.time()
+        now_s = time.monotonic()
         for item in self._batcher.expire(now_s):
             self._fail(
                 item.owner,
@@ -185,7 +185,8 @@ class Model:
             self._timer = None
         self._timer_s = when_s
         if when_s < math.inf:
-            self._timer = self._loop.call_at(when_s, self._tick)
+            # uvloop's own clock and timers count whole milliseconds, too coarse for the batcher: it gets the real one.
+            self._timer = self._loop.call_later(max(0.0, when_s - time.monotonic()), self._tick)
 
     def _tick(self) -> None:
         self._timer, self._timer_s = None, math.inf
@@ -230,12 +231,14 @@ class Model:
         fault = None if done.cancelled() else done.exception()
         if done.cancelled() or isinstance(fault, InstanceDied):
             self._retry(pendings, str(fault) if fault is not None else "the run was cancelled")
+        elif fault is not None and len(pendings) > 1:
+            self._run_apart(pendings)
         elif fault is not None:
             for pending in pendings:
                 self._fail(pending, str(fault), Reason.INVALID if isinstance(fault, WirespeedError) else Reason.FAILED)
         else:
             self._answer(pendings, batch, done.result())
-            now_s = self._loop.time()
+            now_s = time.monotonic()
             self._batcher.ran(sum(batch.rows), len(pendings), (time.perf_counter_ns() - start_ns) / 1e9, now_s)
         if instance in self._instances:
             self._free.append(instance)
@@ -309,7 +312,7 @@ class Model:
                 self._fail(item.owner, text, Reason.UNAVAILABLE)
 
     def _retry(self, pendings: list[_Pending], text: str) -> None:
-        now_s = self._loop.time()
+        now_s = time.monotonic()
         for pending in pendings:
             item = pending.item
             if pending.future.done() or item is None:
@@ -320,6 +323,14 @@ class Model:
             else:
                 item.is_alone = True
                 self._batcher.put_back(item, now_s)
+
+    def _run_apart(self, pendings: list[_Pending]) -> None:
+        """The batch did not fit: each request by itself, so that only those that are too large fail."""
+        now_s = time.monotonic()
+        for pending in pendings:
+            if not pending.future.done() and pending.item is not None:
+                pending.item.is_alone = True
+                self._batcher.put_back(pending.item, now_s)
 
     # --- instances
 

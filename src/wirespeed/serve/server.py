@@ -182,6 +182,7 @@ class InferenceServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            ws="none",
             backlog=_BACKLOG,
             limit_concurrency=self.options.max_connections,
             timeout_keep_alive=75,
