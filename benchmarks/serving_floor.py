@@ -5,8 +5,8 @@ Both are processes of their own, driven in turn by the same closed-loop client (
 
 The bound of `timed` with c callers that each wait for their answer: a batch of all c takes 5 ms + c x 0.1 ms, and
 between two batches every caller's message has to pass the bare stack once, c / (echoes per second at c callers, this
-run). Nothing of that overlaps when everybody is in the batch, so at most c / (0.005 + 0.0001 c + c / echo rate) requests
-a second.
+run). Nothing of that overlaps when everybody is in the batch, so at most c / (0.005 + 0.0001 c + c / echo rate)
+requests a second.
 
     python benchmarks/serving_floor.py --check
 """

@@ -68,6 +68,11 @@ class Model:
         return bool(self._instances) and not self._is_closing
 
     @property
+    def is_recovering(self) -> bool:
+        """Whether no instance is up, but one is being started again: requests wait for it."""
+        return not self._instances and bool(self._restarts) and self._num_deaths < len(_RESTART_DELAYS_S)
+
+    @property
     def num_queued(self) -> int:
         """Requests that wait."""
         return self._batcher.num_queued
@@ -108,7 +113,7 @@ class Model:
         Cancelling the future takes the request out of the queue, or drops its answer.
         """
         begin_ns = time.perf_counter_ns()
-        if not self.is_ready:
+        if self._is_closing or not (self._instances or self.is_recovering):
             raise self._failed(f"model {self.config.name!r} has no running instance", Reason.UNAVAILABLE, begin_ns)
         try:
             rows, group = prepare(self.config, self.inputs, request)

@@ -99,7 +99,9 @@ class Sender:
         self._loop = asyncio.get_running_loop()
         # uvloop then writes at once instead of at the end of its turn, so that the peer works while this side does. A
         # full socket pauses the sender; what the kernel holds by then keeps the wire busy until it resumes.
-        transport.set_write_buffer_limits(high=0)
+        # Under TLS a limit of zero pauses for good: there, what is held back counts as full when it is empty too.
+        if transport.get_extra_info("sslcontext") is None:
+            transport.set_write_buffer_limits(high=0)
 
     @property
     def credit_bytes(self) -> int:
