@@ -197,7 +197,7 @@ class HttpDoor:
         stated = request.headers.get("content-length", "0")
         parts: list[bytes] = []
         size = 0
-        too_large = stated.isdigit() and int(stated) > limit
+        too_large = stated.isascii() and stated.isdigit() and int(stated) > limit
         if not too_large:
             async for part in request.stream():
                 parts.append(part)

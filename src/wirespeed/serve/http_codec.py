@@ -82,7 +82,7 @@ def to_request(
     """A request and what it wants. Raises RequestFailed."""
     size = len(body)
     if json_length is not None:
-        if not json_length.isdigit() or int(json_length) > size:
+        if not (json_length.isascii() and json_length.isdigit()) or int(json_length) > size:
             raise _invalid(f"got {JSON_LENGTH_HEADER} of {json_length!r}", expected=f"at most the body's {size}")
         size = int(json_length)
     try:

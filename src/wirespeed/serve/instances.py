@@ -198,15 +198,20 @@ class ProcessInstance:
         )
 
     def _died(self, reason: str | None = None) -> None:
-        if reason is None:
-            reason = "it ended"
-            if self._process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = self._process.wait(0.2)
-                    reason = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        self._lose(reason)
+        process, self._process = self._process, None
+        if process is not None:
+            status: int | None = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # Its socket closes a moment before it has ended, and how it ended is worth that moment.
+                status = process.wait(0.05)
+            if status is None:
+                process.kill()
+                self._loop.run_in_executor(None, process.wait)
+            elif reason is None:
+                reason = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        self._lose("it ended" if reason is None else reason)
         if not self._is_closing:
-            self._on_death(reason)
+            self._on_death("it ended" if reason is None else reason)
 
     def _lose(self, reason: str) -> None:
         channel, self._channel = self._channel, None

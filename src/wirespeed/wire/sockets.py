@@ -93,7 +93,12 @@ def describe_socket(sock: socket.socket, settings: SocketSettings) -> dict[str, 
 def split_address(address: str) -> tuple[str, int]:
     """Host and port from ``host:port`` or ``[v6]:port``. Raises UsageError."""
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+    if (
+        not colon
+        or not (port.isascii() and port.isdigit())
+        or int(port) > 65535
+        or (":" in host and not host.startswith("["))
+    ):
         raise UsageError(f"got address {address!r}", expected="HOST:PORT, such as 127.0.0.1:7000 or [::1]:7000")
     return host.strip("[]"), int(port)
 
