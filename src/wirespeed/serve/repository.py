@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,16 @@ class ModelRepository:
                 expected=f"folders with a {FILE_NAME}",
                 hint="see docs/guides/serve.md",
             )
-        for name in names:
-            await self.load(name)
+        at_once = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+        async def load(name: str) -> None:
+            async with at_once:
+                await self.load(name)
+
+        results = await asyncio.gather(*(load(name) for name in names), return_exceptions=True)
+        for fault in results:
+            if fault is not None:
+                raise fault
 
     async def load(self, name: str, *, overrides: dict[str, Any] | None = None) -> None:
         """Load or load again. Raises RequestFailed: NOT_FOUND, or FAILED with the cause."""
