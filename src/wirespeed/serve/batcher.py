@@ -244,12 +244,14 @@ class Batcher:
             self._kept_since_s = now_s
         latest_s = self._kept_since_s + policy.max_delay_s
         more, usual_s, last_s = self.returns.expected(now_s)
-        if more == 0 or usual_s > latest_s:
+        if more == 0 or latest_s <= now_s:
             return now_s
         fixed_s, per_row_s = self.times.fixed_and_per_row_s
-        wait_s = usual_s - now_s
-        gain_s = more * (fixed_s - wait_s)
-        cost_s = rows * (wait_s + per_row_s * more)
+        # Of those who usually take longer than we may wait, some come sooner: as many as the time we have is of theirs.
+        wait_s = min(usual_s, latest_s) - now_s
+        more_by_then = more * wait_s / (usual_s - now_s)
+        gain_s = more_by_then * (fixed_s - wait_s)
+        cost_s = rows * (wait_s + per_row_s * more_by_then)
         return min(last_s, latest_s) if gain_s > cost_s else now_s
 
     def _take(self, head: Item) -> list[Item]:
