@@ -13,7 +13,7 @@ STAMP := $(VENV)/.made
 BENCHMARKS = $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench clean
+.PHONY: help venv demo test conformance lint format bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 		exit 3; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,serve,dev]'
 	@touch $@
 
 demo: venv ## Tune the example on a virtual cluster of 4 hosts at 1 Gbit/s; report in out/demo
@@ -37,6 +37,12 @@ demo: venv ## Tune the example on a virtual cluster of 4 hosts at 1 Gbit/s; repo
 
 test: venv ## Run every test that this machine can run; what was skipped is listed with its reason
 	$(BIN)/python -m pytest $(ARGS)
+
+conformance: venv ## Drive the server with the real tritonclient, in an environment of its own
+	test -x .venv-conformance/bin/python || $(PYTHON) -m venv .venv-conformance
+	.venv-conformance/bin/python -m pip install --quiet --disable-pip-version-check \
+		'tritonclient[grpc,http]==2.73.0' grpcio-health-checking==1.81.1 protobuf==6.33.6 ml_dtypes pytest hypothesis
+	WIRESPEED_SERVER_PYTHON=$(abspath $(BIN))/python .venv-conformance/bin/python -m pytest tests/conformance/test_triton_client.py $(ARGS)
 
 lint: venv ## Style, format, types and layers
 	$(BIN)/ruff check .
@@ -53,5 +59,5 @@ bench: venv ## Run every benchmark and write benchmarks/results (ARGS=--quick fo
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script" >&2; $(BIN)/python "$$script" $(ARGS); done
 
 clean: ## Remove .venv, caches and results in out/
-	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-conformance out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

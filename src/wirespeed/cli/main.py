@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import bench, doctor, doctor_hosts, fabric, lab, plan, report, tune
+from wirespeed.cli import bench, doctor, doctor_hosts, fabric, lab, plan, report, serve, tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -38,6 +38,8 @@ app.add_typer(doctor.app, name="doctor")
 doctor.app.command("drift")(doctor_hosts.drift_of)
 doctor.app.command("path")(doctor_hosts.path_to)
 app.command("report")(report.report)
+app.command("serve")(serve.serve)
+app.command("load")(serve.load)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,169 @@
+"""``wirespeed serve`` and ``wirespeed load``: models behind gRPC and REST, and requests to measure them with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wirespeed import units
+from wirespeed.cli.render import print_json, say
+
+if TYPE_CHECKING:
+    from wirespeed.measure.load import LoadReport
+
+
+def serve(
+    *,
+    models: Annotated[
+        Path, typer.Argument(help="A folder of model folders, each with a model.toml.", metavar="FOLDER")
+    ],
+    grpc: Annotated[str, typer.Option(help="Address of the gRPC door; port 0: any; none: closed.")] = "127.0.0.1:8001",
+    http: Annotated[str, typer.Option(help="Address of the REST door; port 0: any; none: closed.")] = "127.0.0.1:8000",
+    max_message: Annotated[str, typer.Option(help="Largest request and answer.")] = "256 MiB",
+    drain: Annotated[str, typer.Option(help="How long requests may finish after SIGTERM.")] = "30 s",
+    certificate: Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
+    authority: Annotated[
+        Path | None, typer.Option(help="Clients must show a certificate that this one signed.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without token or TLS.")] = False,
+    reuse_port: Annotated[
+        bool, typer.Option("--reuse-port", help="Several servers on one port (SO_REUSEPORT).")
+    ] = False,
+    allow_client_shm: Annotated[
+        bool, typer.Option("--allow-client-shm", help="Clients on this host may pass tensors in /dev/shm.")
+    ] = False,
+    compat_server_name: Annotated[str, typer.Option(help="The name that server metadata gives.")] = "wirespeed",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document on stdout once the doors are open.")
+    ] = False,
+) -> None:
+    """Serve models over gRPC (Open Inference Protocol v2) and REST until SIGTERM or Ctrl-C.
+
+    A token in WIRESPEED_TOKEN is asked of every client ("authorization: Bearer TOKEN"); it, or client certificates, are
+    needed on an address beyond loopback.
+
+    Examples:
+
+      wirespeed serve models/
+
+      WIRESPEED_TOKEN=$(cat token) wirespeed serve models/ --grpc 0.0.0.0:8001 --http none
+
+      curl localhost:8000/v2/models/NAME
+    """
+    from wirespeed.serve.server import ServeOptions
+    from wirespeed.serve.service import run_service
+    from wirespeed.wire.security import Security
+
+    options = ServeOptions(
+        grpc_address=None if grpc == "none" else grpc,
+        http_address=None if http == "none" else http,
+        security=Security(
+            token=os.environ.get("WIRESPEED_TOKEN") or None,
+            certificate=certificate,
+            key=key,
+            authority=authority,
+            is_insecure=insecure,
+        ),
+        max_message_bytes=units.parse_size(max_message),
+        drain_s=units.parse_duration(drain),
+        server_name=compat_server_name,
+        reuse_port=reuse_port,
+        is_client_memory_allowed=allow_client_shm,
+    )
+
+    def when_open(grpc_address: str, http_address: str, names: list[str]) -> None:
+        say(f"serving {', '.join(names)}: gRPC {grpc_address or 'closed'}, REST {http_address or 'closed'}")
+        if as_json:
+            print_json(
+                {"schema": 1, "kind": "serving", "grpc": grpc_address, "http": http_address, "models": list(names)}
+            )
+
+    run_service(models, options, when_open=when_open, on_news=say)
+
+
+def load(
+    *,
+    url: Annotated[str, typer.Argument(help="grpc://HOST:PORT/MODEL, http://... or predict://...", metavar="URL")],
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", "-c", help="Closed loop: so many callers.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Open loop: requests per second, as a Poisson process.")] = None,
+    duration: Annotated[str, typer.Option(help="How long is counted.")] = "10 s",
+    warmup: Annotated[str, typer.Option(help="How long before that.")] = "1 s",
+    timeout: Annotated[str, typer.Option(help="The deadline of each request.")] = "30 s",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="NAME:SIZE,SIZE for inputs whose shape is open; may be repeated.")
+    ] = None,
+    connections: Annotated[int, typer.Option(help="Connections of the gRPC doors.")] = 2,
+    authority: Annotated[Path | None, typer.Option(help="Who signed the server's certificate (TLS).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Send requests to a model and say how fast they are answered; every answer is checked.
+
+    Closed loop answers "how much can it do", open loop "how long do users wait at this rate": there, latency counts
+    from when a request was due, so a server that stalls is not spared. Exit code 1 where a request failed.
+
+    Examples:
+
+    wirespeed load grpc://127.0.0.1:8001/simple -c 8
+
+    wirespeed load http://127.0.0.1:8000/resnet --shape images:4,3,224,224 --rate 50 --duration 1m
+
+    wirespeed load predict://127.0.0.1:8001/identity -c 32 --json
+    """
+    from wirespeed.errors import UsageError
+    from wirespeed.measure.load import closed_loop, open_loop
+    from wirespeed.serve.load_targets import open_target
+    from wirespeed.wire.loops import run
+    from wirespeed.wire.security import Security
+
+    if concurrency is not None and rate is not None:
+        raise UsageError("got --concurrency and --rate", expected="one of the two")
+    shapes = dict(_shape(text) for text in shape or [])
+    duration_s, warmup_s, timeout_s = map(units.parse_duration, (duration, warmup, timeout))
+    security = Security(token=os.environ.get("WIRESPEED_TOKEN") or None, authority=authority)
+
+    async def drive() -> LoadReport:
+        async with open_target(
+            url, shapes=shapes, num_connections=connections, security=security, timeout_s=timeout_s
+        ) as target:
+            if rate is not None:
+                return await open_loop(
+                    target, rate_per_s=rate, duration_s=duration_s, warmup_s=warmup_s, timeout_s=timeout_s
+                )
+            return await closed_loop(
+                target, concurrency=concurrency or 1, duration_s=duration_s, warmup_s=warmup_s, timeout_s=timeout_s
+            )
+
+    report = run(drive())
+    if as_json:
+        print_json(report)
+    else:
+        _show(report)
+    if report.num_failed or not report.num_ok:
+        raise typer.Exit(1)
+
+
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    from wirespeed.errors import UsageError
+
+    name, colon, sizes = text.rpartition(":")
+    if not colon or not all(size.isdigit() for size in sizes.split(",")):
+        raise UsageError(f"got --shape {text!r}", expected="NAME:SIZE,SIZE,...")
+    return name, tuple(int(size) for size in sizes.split(","))
+
+
+def _show(report: LoadReport) -> None:
+    from wirespeed.cli.render import make_table, show
+
+    how = f"{report.concurrency} callers" if report.offered_per_s is None else f"{report.offered_per_s:g}/s offered"
+    times = [report.latency_p50_s, report.latency_p90_s, report.latency_p99_s, report.latency_max_s]
+    cells = ["-" if value is None else units.format_duration(value) for value in times]
+    row = [how, f"{report.requests_per_s:,.1f}/s", *cells, str(report.num_ok), str(report.num_failed)]
+    show(make_table(["load<", "answered", "p50", "p90", "p99", "max", "ok", "failed"], [row]))
+    for text, count in sorted(report.failures.items(), key=lambda held: -held[1]):
+        say(f"{count} failed: {text}")

@@ -1,0 +1,1 @@
+"""Inference: front doors, batching, models in worker processes."""

@@ -1,0 +1,338 @@
+"""The calling side: a connection to a server, and calls on it, many at once.
+
+    async with await connect("node7:7000") as connection:
+        reply = await connection.call("embed", image_bytes, meta=b"jpeg", timeout_s=2.0)
+
+A call ends with a reply, or with CallFailed whose ``status`` says why: after its deadline at the latest (to within 10
+ms), at once when the connection is lost. Cancelling the awaiting task cancels the call on the server too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import Literal
+
+from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
+from wirespeed.wire.buffers import BufferPool
+from wirespeed.wire.endpoint import Endpoint, message_cost
+from wirespeed.wire.frames import MAX_META_BYTES, Header, Kind
+from wirespeed.wire.handshake import (
+    Challenge,
+    Hello,
+    client_proof,
+    decode_challenge,
+    decode_welcome,
+    encode,
+    server_proof,
+)
+from wirespeed.wire.limits import SMALL_BYTES, Limits
+from wirespeed.wire.reader import Payload, Placement
+from wirespeed.wire.security import NONCE_BYTES, Security, is_proof
+from wirespeed.wire.sender import Outgoing, Sender, as_parts
+from wirespeed.wire.sockets import SocketSettings
+from wirespeed.wire.status import CallFailed, Status
+
+SWEEP_S = 0.01
+"""How often deadlines are looked at. Shorter ones than ten of these get a timer of their own."""
+_MAX_STREAM = 2**32 - 2
+_HANDSHAKE = frozenset((Kind.CHALLENGE, Kind.WELCOME, Kind.GOODBYE))
+_ESTABLISHED = frozenset((Kind.REPLY, Kind.ERROR, Kind.CREDIT, Kind.PING, Kind.PONG, Kind.GOODBYE))
+
+
+class Reply:
+    """An answer. ``payload`` is bytes, or a view of memory that stays untouched for as long as the view lives."""
+
+    __slots__ = ("meta", "payload")
+
+    def __init__(self, payload: Payload, meta: bytes) -> None:
+        self.payload = payload
+        self.meta = meta
+
+
+class _Call:
+    __slots__ = ("deadline_s", "future", "into", "outgoing", "timeout_s")
+
+    def __init__(
+        self,
+        future: asyncio.Future[Reply],
+        outgoing: Outgoing | None,
+        timeout_s: float,
+        deadline_s: float,
+        into: memoryview | None,
+    ) -> None:
+        self.future = future
+        self.outgoing = outgoing
+        self.timeout_s = timeout_s
+        self.deadline_s = deadline_s
+        self.into = into
+
+
+class Connection(Endpoint):
+    """A connection to a server. Made by ``connect``; not for several threads."""
+
+    def __init__(
+        self, limits: Limits, settings: SocketSettings, security: Security, pool: BufferPool, address: str
+    ) -> None:
+        super().__init__(limits, settings, pool)
+        self.peer = address
+        self.methods: tuple[str, ...] = ()
+        """What the server answers to."""
+        self.goodbye: str | None = None
+        """Why the server takes no new calls, once it said so."""
+        self._security = security
+        self._reader.allowed = _HANDSHAKE
+        self._codes: dict[str, int] = {}
+        self._calls: dict[int, _Call] = {}
+        self._next_stream = 1
+        self._challenge: Challenge | None = None
+        self._expected_proof = b""
+        self._max_request_bytes = 0
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._watcher: asyncio.TimerHandle | None = None
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+
+    async def __aenter__(self) -> Connection:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls under way."""
+        return len(self._calls)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a new call has a chance."""
+        return not self.is_closed and self.goodbye is None
+
+    async def call(
+        self,
+        method: str,
+        payload: object = b"",
+        *,
+        meta: bytes = b"",
+        timeout_s: float | None = None,
+        into: memoryview | None = None,
+    ) -> Reply:
+        """Call ``method`` and wait for its reply.
+
+        ``payload``: bytes or a contiguous buffer, or a list of them; not copied when large, so leave it alone until the
+        reply is there. ``into``: writable bytes that a reply of exactly that size or less is received into, without a
+        copy when large; the reply's payload is then a view of it. Raises CallFailed, and UsageError for what could
+        never be sent.
+        """
+        future = self.call_soon(method, payload, meta=meta, timeout_s=timeout_s, into=into)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._drop_cancelled()
+            raise
+
+    def call_soon(
+        self,
+        method: str,
+        payload: object = b"",
+        *,
+        meta: bytes = b"",
+        timeout_s: float | None = None,
+        into: memoryview | None = None,
+    ) -> asyncio.Future[Reply]:
+        """As ``call``, without waiting. A future that is cancelled cancels the call within 10 ms."""
+        code = self._codes.get(method)
+        if code is None or self.is_closed or self.goodbye is not None:
+            raise self._why_not(method)
+        parts, total = as_parts(payload)
+        if total > self._max_request_bytes or len(meta) > MAX_META_BYTES:
+            raise UsageError(
+                f"got a message of {total} bytes and {len(meta)} bytes of meta for {self.peer}",
+                expected=f"at most {self._max_request_bytes} and {MAX_META_BYTES}",
+                hint="send it in parts, or raise max_message_bytes on the server",
+            )
+        timeout_s = self.limits.default_timeout_s if timeout_s is None else timeout_s
+        if not timeout_s > 0:
+            raise UsageError(f"got timeout_s of {timeout_s}", expected="seconds above zero")
+        stream = self._next_stream
+        self._next_stream = stream + 1
+        if stream >= _MAX_STREAM:
+            self.goodbye = "all stream numbers of this connection are used"
+        future = self._loop.create_future()
+        timeout_ms = min(2**32 - 1, max(1, round(timeout_s * 1000)))
+        sender = self._sender
+        assert sender is not None
+        outgoing: Outgoing | None = None
+        if total > SMALL_BYTES or not sender.send_small(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms):
+            outgoing = Outgoing(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms)
+            sender.submit(outgoing)
+        self._calls[stream] = _Call(future, outgoing, timeout_s, self._loop.time() + timeout_s, into)
+        if timeout_s < 10 * SWEEP_S:
+            self._loop.call_later(timeout_s, self._expire, stream)
+        elif self._sweeper is None:
+            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        return future
+
+    async def close(self, *, timeout_s: float = 5.0) -> None:
+        """Close the connection. Calls that are under way fail with CANCELLED."""
+        if not self.is_closed:
+            self._end(None)
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- frames
+
+    def deliver(self, header: Header, meta: bytes, payload: Payload | None) -> None:
+        """See reader.Owner."""
+        kind = header.kind
+        if kind == Kind.REPLY:
+            self._owe(message_cost(header))
+            call = self._calls.pop(header.stream, None)
+            if call is not None and not call.future.done() and payload is not None:
+                if call.into is not None and type(payload) is bytes and len(payload) <= len(call.into):
+                    view = call.into[: len(payload)]
+                    view[:] = payload
+                    payload = view
+                call.future.set_result(Reply(payload, meta))
+        elif kind == Kind.ERROR:
+            self._owe(message_cost(header))
+            call = self._calls.pop(header.stream, None)
+            if call is not None and not call.future.done():
+                call.future.set_exception(self._failure(header.code, payload))
+        elif kind == Kind.GOODBYE:
+            self._take_goodbye(payload)
+        elif not self.ready.done():
+            self._greet(header, payload)
+        else:
+            self._deliver_control(header, payload)
+
+    def place(self, header: Header) -> memoryview | Literal[Placement.DROP, Placement.WAIT]:
+        """See reader.Owner."""
+        call = self._calls.get(header.stream)
+        if call is None or call.future.done():
+            return Placement.DROP
+        if call.into is not None and header.total <= len(call.into):
+            return call.into[: header.total]
+        return self._pool.take(header.total)
+
+    def _greet(self, header: Header, payload: Payload | None) -> None:
+        if header.kind == Kind.CHALLENGE and self._challenge is None:
+            said = bytes(payload or b"")
+            challenge = self._challenge = decode_challenge(said)
+            if challenge.wants_token and self._security.token is None:
+                self.abort(
+                    CallFailed(
+                        f"{self.peer} asks for a token",
+                        status=Status.REFUSED,
+                        hint="set WIRESPEED_TOKEN to the server's",
+                    )
+                )
+                return
+            nonce, secret = os.urandom(NONCE_BYTES), self._security.secret
+            limits = (self.limits.max_message_bytes, self.limits.credit_bytes)
+            name = socket.gethostname()[:64]
+            hello = Hello(
+                nonce=nonce,
+                max_message_bytes=limits[0],
+                credit_bytes=limits[1],
+                name=name,
+                proof=client_proof(secret, said, nonce, limits, name),
+            )
+            sent = encode(hello)
+            self._expected_proof = server_proof(secret, said, sent)
+            self._control(Kind.HELLO, sent)
+        elif header.kind == Kind.WELCOME and self._challenge is not None:
+            if not is_proof(decode_welcome(payload or b"").proof, self._expected_proof):
+                self.abort(CallFailed(f"{self.peer} does not hold this token", status=Status.REFUSED))
+                return
+            self._begin(self._challenge)
+        else:
+            raise DataError(f"got a frame of kind {header.kind} in the handshake")
+
+    def _begin(self, challenge: Challenge) -> None:
+        assert self._transport is not None
+        self.methods = challenge.methods
+        self._codes = {name: code for code, name in enumerate(challenge.methods)}
+        self._max_request_bytes = challenge.max_message_bytes
+        self._sender = Sender(self._transport, credit_bytes=challenge.credit_bytes, chunk_bytes=self.limits.chunk_bytes)
+        self._reader.allowed = _ESTABLISHED
+        self._idle_s = challenge.idle_s
+        self._keepalive_s = min(self.limits.keepalive_s, challenge.idle_s / 3)
+        self._watcher = self._loop.call_later(self._keepalive_s, self._keep_alive)
+        self.ready.set_result(None)
+
+    _idle_s = 10.0
+    _keepalive_s = 1.0
+
+    def _keep_alive(self) -> None:
+        self._watcher = self._loop.call_later(self._keepalive_s, self._keep_alive)
+        self._watch(self._loop.time(), 3 * self.limits.keepalive_s)
+        if not self.is_closed:
+            self._control(Kind.PING, extra=self._next_stream)
+
+    def _take_goodbye(self, payload: Payload | None) -> None:
+        reason = bytes(payload or b"").decode(errors="replace")
+        self.goodbye = reason
+        if not self.ready.done():
+            self.abort(CallFailed(f"{self.peer} refused the connection: {reason}", status=Status.REFUSED))
+
+    # --- deadlines and ends
+
+    def _sweep(self) -> None:
+        now_s = self._loop.time()
+        late = [s for s, call in self._calls.items() if call.deadline_s <= now_s or call.future.cancelled()]
+        for stream in late:
+            self._expire(stream)
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep) if self._calls else None
+
+    def _drop_cancelled(self) -> None:
+        for stream in [s for s, call in self._calls.items() if call.future.cancelled()]:
+            self._expire(stream)
+
+    def _expire(self, stream: int) -> None:
+        call = self._calls.pop(stream, None)
+        if call is None:
+            return
+        self._reader.drop(stream)
+        if self._sender is not None and (call.outgoing is None or not self._sender.withdraw(call.outgoing)):
+            self._control(Kind.CANCEL, stream=stream)
+        if not call.future.done():
+            call.future.set_exception(
+                CallFailed(f"{self.peer} did not answer within {call.timeout_s:g} s", status=Status.DEADLINE)
+            )
+
+    def _failure(self, code: int, payload: Payload | None) -> CallFailed:
+        text = bytes(payload or b"").decode(errors="replace")
+        status = Status(code) if code in Status.__members__.values() else Status.INTERNAL
+        return CallFailed(f"{self.peer}: {text}", status=status)
+
+    def _why_not(self, method: str) -> WirespeedError:
+        if self.is_closed:
+            return CallFailed(f"the connection with {self.peer} is closed", status=Status.UNAVAILABLE)
+        if self.goodbye is not None:
+            return CallFailed(f"{self.peer} takes no new calls: {self.goodbye}", status=Status.UNAVAILABLE)
+        held = ", ".join(self.methods) or "none"
+        return CallFailed(
+            f"{self.peer} has no method {method!r}", status=Status.UNKNOWN_METHOD, expected=f"one of: {held}"
+        )
+
+    def _when_over(self, reason: BaseException | None) -> None:
+        for timer in (self._sweeper, self._watcher):
+            if timer is not None:
+                timer.cancel()
+        calls, self._calls = self._calls, {}
+        said = f"; it had said: {self.goodbye}" if self.goodbye else ""
+        for call in calls.values():
+            if call.future.done():
+                continue
+            if reason is None:
+                fault = CallFailed("the connection was closed on this side", status=Status.CANCELLED)
+            elif isinstance(reason, CallFailed):
+                fault = reason
+            else:
+                fault = CallFailed(f"{reason}{said}", status=Status.UNAVAILABLE)
+            call.future.set_exception(fault)
+        if not self.ready.done():
+            problem = f"no connection with {self.peer}: {reason}"
+            self.ready.set_exception(reason if isinstance(reason, PeerFailure) else CallFailed(problem))

@@ -1,0 +1,202 @@
+"""What both sides of a connection share: reading, sending, credit owed, keepalive, and the end.
+
+A connection that breaks a rule is told why (GOODBYE) and closed; nothing after the first broken frame is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Literal
+
+from wirespeed.errors import DataError, PeerFailure
+from wirespeed.wire.buffers import BufferPool
+from wirespeed.wire.frames import Header, Kind, pack_header
+from wirespeed.wire.limits import MESSAGE_OVERHEAD_BYTES, Limits
+from wirespeed.wire.reader import FrameReader, Payload, Placement
+from wirespeed.wire.sender import Sender
+from wirespeed.wire.sockets import SocketSettings, describe_socket, name_of
+
+
+class Endpoint(asyncio.BufferedProtocol):
+    """One end of one connection. The two sides derive from it and say what their frames mean."""
+
+    def __init__(self, limits: Limits, settings: SocketSettings, pool: BufferPool) -> None:
+        self.limits = limits
+        self.peer = "a peer"
+        self.received_bytes = 0
+        self.is_closed = False
+        self._settings = settings
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._sender: Sender | None = None
+        self._owed_bytes = 0
+        self._heard_s = self._loop.time()
+        self._progress_s = self._heard_s
+        self._reader = FrameReader(self, allowed=frozenset(), max_message_bytes=limits.max_message_bytes)
+        self.closed: asyncio.Future[BaseException | None] = self._loop.create_future()
+        """Resolved when the connection is over, with what ended it, or None where it was closed on purpose."""
+
+    # --- asyncio.BufferedProtocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the transport."""
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "writelines")
+        self._transport = transport  # type: ignore[assignment]
+        if not self.peer or self.peer == "a peer":
+            self.peer = name_of(transport.get_extra_info("peername"))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Called by the transport."""
+        return self._reader.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Called by the transport."""
+        if self.is_closed:
+            return
+        self.received_bytes += nbytes
+        try:
+            self._reader.buffer_updated(nbytes)
+        except DataError as fault:
+            self._refuse(fault)
+
+    def eof_received(self) -> bool:
+        """Called by the transport. A half-closed connection is of no use."""
+        return False
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Called by the transport."""
+        if not self.is_closed:
+            reason = "it closed the connection" if exc is None else str(exc) or type(exc).__name__
+            self._end(PeerFailure(f"lost {self.peer}: {reason}"))
+        self._reader.close()
+
+    def pause_writing(self) -> None:
+        """Called by the transport."""
+        if self._sender is not None:
+            self._sender.pause()
+
+    def resume_writing(self) -> None:
+        """Called by the transport."""
+        self._progress_s = self._loop.time()
+        if self._sender is not None:
+            self._sender.resume()
+
+    # --- for the owner of the connection
+
+    def describe(self) -> dict[str, str]:
+        """The socket's options as the kernel holds them, and TLS's version and cipher, or "off"."""
+        if self._transport is None:
+            return {}
+        sock: socket.socket | None = self._transport.get_extra_info("socket")
+        shown = {} if sock is None or sock.fileno() < 0 else describe_socket(sock, self._settings)
+        cipher = self._transport.get_extra_info("cipher")
+        shown["TLS"] = "off" if cipher is None else f"{cipher[1]} {cipher[0]}"
+        return shown
+
+    def abort(self, reason: BaseException | None = None) -> None:
+        """End the connection now; what was not sent is lost."""
+        self._end(reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def finish(self) -> None:
+        """End the connection once what was handed to the transport is sent."""
+        self._end(None)
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- for derived sides
+
+    def place(self, header: Header) -> memoryview | Literal[Placement.DROP, Placement.WAIT]:
+        """See reader.Owner."""
+        return self._pool.take(header.total)
+
+    def deliver(self, header: Header, meta: bytes, payload: Payload | None) -> None:
+        """See reader.Owner."""
+        raise NotImplementedError
+
+    def _when_over(self, reason: BaseException | None) -> None:
+        """Called once, when the connection is over."""
+        raise NotImplementedError
+
+    def _control(self, kind: Kind, payload: bytes = b"", *, stream: int = 0, extra: int = 0) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        size = len(payload)
+        frame = pack_header(kind, 0, 0, stream, size, 0, size, extra) + payload
+        if self._sender is None:
+            self._transport.write(frame)
+        else:
+            self._sender.write_control(frame)
+
+    def _owe(self, num_bytes: int) -> None:
+        """A message was consumed: the peer may send as much again."""
+        self._owed_bytes += num_bytes
+        if self._owed_bytes * 4 >= self.limits.credit_bytes:
+            owed, self._owed_bytes = self._owed_bytes, 0
+            self._control(Kind.CREDIT, extra=owed)
+
+    def _deliver_control(self, header: Header, payload: Payload | None) -> None:
+        kind = header.kind
+        if kind == Kind.CREDIT:
+            if self._sender is None or not self._sender.grant(header.extra):
+                raise DataError(f"got {header.extra} bytes of credit that were never used")
+            self._progress_s = self._loop.time()
+        elif kind == Kind.PING:
+            self._control(Kind.PONG, extra=header.extra)
+        elif kind != Kind.PONG:
+            raise DataError(f"got a frame of kind {kind} at this point of the connection")
+
+    def _watch(self, now_s: float, idle_s: float) -> None:
+        """Called about once a second: end a connection whose peer is silent or takes nothing."""
+        if self.received_bytes != self._seen_bytes:
+            self._seen_bytes = self.received_bytes
+            self._heard_s = now_s
+        waits = now_s - self._heard_s
+        if self._reader.is_waiting:
+            self._heard_s = now_s  # it is us who do not read
+        elif self._reader.is_stalled(now_s, self.limits.stall_s):
+            self.abort(PeerFailure(f"lost {self.peer}: a message made no progress for {self.limits.stall_s:g} s"))
+            return
+        elif waits > idle_s:
+            self.abort(PeerFailure(f"lost {self.peer}: it said nothing for {waits:.1f} s"))
+            return
+        transport = self._transport
+        if transport is not None and transport.get_write_buffer_size() > 0:
+            size = transport.get_write_buffer_size()
+            if size != self._seen_write_bytes:
+                self._seen_write_bytes, self._progress_s = size, now_s
+            elif now_s - self._progress_s > self.limits.stall_s:
+                self.abort(PeerFailure(f"lost {self.peer}: it took no bytes for {self.limits.stall_s:g} s"))
+        else:
+            self._progress_s, self._seen_write_bytes = now_s, 0
+
+    _seen_bytes = -1
+    _seen_write_bytes = 0
+
+    def _refuse(self, fault: DataError) -> None:
+        self._control(Kind.GOODBYE, str(fault).encode()[:1024])
+        self._end(
+            DataError(f"{self.peer} broke the protocol: {fault.problem}", expected=fault.expected, hint=fault.hint)
+        )
+        if self._transport is not None:
+            self._transport.close()
+
+    def _end(self, reason: BaseException | None) -> None:
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self._sender is not None:
+            if self._transport is not None and not self._transport.is_closing():
+                self._sender.flush()
+            self._sender.close()
+        self._when_over(reason)
+        if not self.closed.done():
+            self.closed.set_result(reason)
+
+
+def message_cost(header: Header) -> int:
+    """The credit that a message costs."""
+    return header.total + header.meta_bytes + MESSAGE_OVERHEAD_BYTES

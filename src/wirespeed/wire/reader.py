@@ -1,0 +1,204 @@
+"""Bytes to messages, without copying large payloads: the receiving half of a connection, apart from any socket.
+
+The transport asks where to put bytes (``get_buffer``) and says how many came (``buffer_updated``). Small frames are cut
+out of a fixed scratch buffer; once the header of a large payload has been seen, the transport writes the rest of it
+where it belongs. Whoever owns the reader decides where that is, or that the message is to be dropped, or that reading
+has to wait for memory.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal, Protocol
+
+from wirespeed.errors import DataError
+from wirespeed.wire.frames import CARRIES_MESSAGE, HEADER_BYTES, MAX_META_BYTES, Header, unpack_header
+from wirespeed.wire.limits import SMALL_BYTES
+
+SCRATCH_BYTES = 64 * 1024
+HEAD_BYTES = 1024
+MAX_CONTROL_BYTES = 8 * 1024
+"""The payload of a frame that is not part of a message. In the handshake nothing else is accepted."""
+
+Payload = bytes | memoryview
+
+
+class Placement(Enum):
+    """What ``place`` may answer instead of a buffer."""
+
+    DROP = "drop"
+    """Read past it; it is delivered without a payload."""
+    WAIT = "wait"
+    """Stop before this frame until ``resume`` is called."""
+
+
+class Owner(Protocol):
+    """What a reader needs of the connection that it serves."""
+
+    def place(self, header: Header) -> memoryview | Literal[Placement.DROP, Placement.WAIT]:
+        """Where the payload of this message (``header.total`` bytes) goes. Asked once, at its first frame."""
+
+    def deliver(self, header: Header, meta: bytes, payload: Payload | None) -> None:
+        """A whole message, or a control frame. None: it was dropped, as ``place`` wanted."""
+
+
+class _Assembly:
+    """A message of which some frames have come."""
+
+    __slots__ = ("header", "meta", "received", "seen_bytes", "since_s", "view")
+
+    def __init__(self, header: Header, meta: bytes, view: memoryview | None) -> None:
+        self.header = header
+        self.meta = meta
+        self.view = view
+        self.received = 0
+        self.seen_bytes = -1
+        self.since_s = 0.0
+
+
+class FrameReader:
+    """Cuts a stream of bytes into messages for ``owner``.
+
+    ``buffer_updated`` raises DataError at the first frame that breaks a rule; the connection is of no use after that.
+    ``allowed`` are the kinds of frames that may come; the reader's owner changes it with the connection's state.
+    """
+
+    def __init__(self, owner: Owner, *, allowed: frozenset[int], max_message_bytes: int) -> None:
+        self.allowed = allowed
+        self._owner = owner
+        self._max_message_bytes = max_message_bytes
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._start = 0
+        self._end = 0
+        self._assemblies: dict[int, _Assembly] = {}
+        self._current: _Assembly | None = None
+        self._left_bytes = 0
+        """Payload bytes of the current frame still to come, straight into their place."""
+        self._is_after_large = False
+        self.is_waiting = False
+
+    @property
+    def num_assemblies(self) -> int:
+        """Messages of which only a part has come."""
+        return len(self._assemblies)
+
+    def drop(self, stream: int) -> None:
+        """Nobody wants this message any more: what still comes of it goes nowhere."""
+        assembly = self._assemblies.get(stream)
+        if assembly is not None:
+            assembly.view = None
+
+    def is_stalled(self, now_s: float, limit_s: float) -> bool:
+        """Whether some message has not grown for so long. To be asked about once a second."""
+        for assembly in self._assemblies.values():
+            if assembly.received != assembly.seen_bytes:
+                assembly.seen_bytes, assembly.since_s = assembly.received, now_s
+            elif now_s - assembly.since_s > limit_s:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._assemblies.clear()
+        self._current = None
+
+    def get_buffer(self, _hint: int) -> memoryview:
+        """Where the transport's next bytes go."""
+        current = self._current
+        if current is not None and current.view is not None:
+            return current.view[current.received : current.received + self._left_bytes]
+        if current is not None:
+            return self._scratch[: min(SCRATCH_BYTES, self._left_bytes)]
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif SCRATCH_BYTES - self._end < HEADER_BYTES + MAX_META_BYTES:
+            left = self._end - self._start
+            self._scratch[:left] = self._scratch[self._start : self._end]
+            self._start, self._end = 0, left
+        if self._is_after_large:
+            # Another large one is likely: what of it lands here is copied, what comes after its header is not.
+            return self._scratch[self._end : self._end + HEAD_BYTES]
+        return self._scratch[self._end :]
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        """``num_bytes`` were written where ``get_buffer`` said."""
+        current = self._current
+        if current is not None:
+            self._left_bytes -= num_bytes
+            current.received += num_bytes
+            if self._left_bytes == 0:
+                self._current = None
+                self._end_frame(current)
+            return
+        self._end += num_bytes
+        self._parse()
+
+    def resume(self) -> None:
+        """Go on after Placement.WAIT."""
+        self.is_waiting = False
+        self._parse()
+
+    def _parse(self) -> None:
+        scratch = self._scratch
+        while self._end - self._start >= HEADER_BYTES and not self.is_waiting:
+            start = self._start
+            header = unpack_header(scratch, start)
+            begin = start + HEADER_BYTES + header.meta_bytes
+            if begin > self._end:
+                self._check(header)
+                return
+            stop = begin + header.length
+            if header.length == header.total <= SMALL_BYTES:
+                self._check(header)
+                if stop > self._end:
+                    return
+                meta = bytes(scratch[start + HEADER_BYTES : begin]) if header.meta_bytes else b""
+                self._start = stop
+                self._is_after_large = False
+                self._owner.deliver(header, meta, bytes(scratch[begin:stop]))
+            elif not self._begin_frame(header, begin):
+                return
+
+    def _check(self, header: Header) -> None:
+        if header.kind not in self.allowed:
+            raise DataError(f"got a frame of kind {header.kind} at this point of the connection")
+        limit = self._max_message_bytes if header.kind in CARRIES_MESSAGE else MAX_CONTROL_BYTES
+        if header.total > limit:
+            raise DataError(f"got a message of {header.total} bytes", expected=f"at most {limit}")
+        if header.length == 0 and header.total:
+            raise DataError("got an empty frame of a message that is not empty")
+
+    def _begin_frame(self, header: Header, begin: int) -> bool:
+        """Start on a frame that is large, in parts, or not all here. False: wait for memory, or for more bytes."""
+        self._check(header)
+        if header.kind not in CARRIES_MESSAGE:
+            raise DataError("got a control frame in parts")  # a whole one is small
+        assembly = self._assemblies.get(header.stream)
+        if header.offset == 0:
+            if assembly is not None:
+                raise DataError(f"got two messages of stream {header.stream} at once")
+            placed = self._owner.place(header)
+            if placed is Placement.WAIT:
+                self.is_waiting = True
+                return False
+            meta = bytes(self._scratch[self._start + HEADER_BYTES : begin]) if header.meta_bytes else b""
+            assembly = _Assembly(header, meta, None if placed is Placement.DROP else placed)
+            self._assemblies[header.stream] = assembly
+        elif assembly is None or assembly.received != header.offset or assembly.header.total != header.total:
+            raise DataError(f"got bytes at {header.offset} of stream {header.stream}, out of order")
+        self._is_after_large = True
+        here = min(header.length, self._end - begin)
+        if assembly.view is not None:
+            assembly.view[assembly.received : assembly.received + here] = self._scratch[begin : begin + here]
+        assembly.received += here
+        self._start = begin + here
+        if here == header.length:
+            self._end_frame(assembly)
+        else:
+            self._current, self._left_bytes = assembly, header.length - here
+        return self._current is None
+
+    def _end_frame(self, assembly: _Assembly) -> None:
+        if assembly.received == assembly.header.total:
+            del self._assemblies[assembly.header.stream]
+            self._owner.deliver(assembly.header, assembly.meta, assembly.view)
