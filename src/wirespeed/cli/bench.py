@@ -12,6 +12,7 @@ import typer
 
 from wirespeed import units
 from wirespeed.cli.bench_codecs import bench_codecs
+from wirespeed.cli.bench_replay import bench_replay
 from wirespeed.cli.render import make_table, print_json, say, show
 from wirespeed.errors import UsageError, WirespeedError
 from wirespeed.measure.stats import STABLE_SPREAD, is_stable, median, spread
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 
 app.command("codecs")(bench_codecs)
+app.command("replay")(bench_replay)
 
 MAX_ROWS = 60
 _OUT = typer.Option("--out", "-o", help="Write the record here, for `wirespeed fabric calibrate`.", metavar="FILE")

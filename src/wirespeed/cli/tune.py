@@ -73,7 +73,7 @@ def tune(
 
       torchrun --nnodes 4 --nproc-per-node 1 ... -m wirespeed tune train.py
     """
-    _check_torch()
+    check_torch()
     from wirespeed.tune.loop import TuneOptions
 
     if fidelity not in FIDELITIES:
@@ -116,7 +116,7 @@ def profile(
 
       wirespeed profile --lab 4x1gbit examples/char_gpt.py
     """
-    _check_torch()
+    check_torch()
     from wirespeed.tune.loop import TuneOptions
 
     options = TuneOptions(
@@ -141,7 +141,8 @@ def _seconds(text: str, option: str) -> float:
     return seconds
 
 
-def _check_torch() -> None:
+def check_torch() -> None:
+    """Raise MissingCapability where torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise MissingCapability("torch is not installed", hint="pip install 'wirespeed[train]'")
 
