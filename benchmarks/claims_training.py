@@ -53,7 +53,7 @@ class Setting:
 
 RESNET = Setting("resnet50", 0.6, 4.0, 0.50)
 BERT = Setting("bert-large", 1.2, 16.0, 0.35)
-SCALING = Setting("resnet50", 1.2, 16.0, 0.35)
+SCALING = Setting("resnet50", 1.2, 5.0, 0.35)
 
 
 class Quiet:

@@ -306,16 +306,10 @@ def _known_wire_rate() -> tuple[float, str] | None:
 
 def _fill_environment(ranks: Ranks) -> None:
     """What torch.distributed reads, for launchers that say it in other words."""
-    for name, value in (
-        ("RANK", ranks.rank),
-        ("WORLD_SIZE", ranks.world_size),
-        ("LOCAL_RANK", ranks.local_rank),
-        ("LOCAL_WORLD_SIZE", ranks.local_world_size),
-        ("MASTER_ADDR", ranks.master_addr),
-        ("MASTER_PORT", ranks.master_port),
-    ):
-        if value is not None:
-            os.environ.setdefault(name, str(value))
+    from wirespeed.launch import torch_environment
+
+    for name, value in torch_environment(ranks).items():
+        os.environ.setdefault(name, value)
 
 
 def _integers(text: str, option: str) -> tuple[int, ...]:

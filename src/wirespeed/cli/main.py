@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import bench, fabric, lab, plan, report, tune
+from wirespeed.cli import bench, fabric, lab, launch, plan, report, tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -35,6 +35,9 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(fabric.app, name="fabric")
 app.add_typer(plan.app, name="plan")
 app.command("report")(report.report)
+app.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    launch.launch_program
+)
 
 
 def _show_version(wanted: bool) -> None:

@@ -80,7 +80,9 @@ def analyse(
     notes += [note for timeline in timelines for note in timeline.notes]
     collectives = _collectives(timelines, shortest, ranks_per_host, host_bit_per_s)
     nics = _nics(timelines, nic_bit_per_s)
-    limit = max((rank.window_s / (rank.window_s - rank.exposed_s) for rank in ranks if rank.window_s > 0), default=None)
+    # Where nothing but communication was traced there is no limit to tell.
+    rest = [(rank.window_s, rank.window_s - rank.exposed_s) for rank in ranks]
+    limit = max((window_s / rest_s for window_s, rest_s in rest if rest_s > 0), default=None)
     return TracesRecord(
         environment=environment.capture(),
         files=tuple(dict.fromkeys(timeline.source for timeline in timelines)),
