@@ -1,4 +1,4 @@
-"""Three claims of practice, by replay: what a strategy alone gives on the slow link on which dense stands where each starts.
+"""Three claims of practice, by replay: what a strategy alone gives on the link on which dense stands where each starts.
 
 1. ResNet-50 on 2 hosts, the link set so that dense is exposed for 50 +- 2 % of its step: the step falls by 44 % or more
    (the ceiling is 50). The source of the claim got there by a faster transport; here the link stays.
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from _harness import Bar, arguments, finish
 
+from _harness import Bar, arguments, finish
 from wirespeed.lab import Lab, LabSpec
 from wirespeed.plan.bounds import rate_for_exposed
 from wirespeed.plan.models import load_model, replay_workload
@@ -60,12 +60,14 @@ class Quiet:
     """Progress on stderr, a line per phase."""
 
     def phase(self, text: str, *, total: int | None = None) -> None:
+        """See ``tune.loop.Progress``."""
         print(f"  {text}", file=sys.stderr, flush=True)
 
     def advance(self, step: int) -> None:
-        pass
+        """Nothing to show."""
 
     def note(self, text: str) -> None:
+        """See ``tune.loop.Progress``."""
         print(f"  {text}", file=sys.stderr, flush=True)
 
 
@@ -93,9 +95,7 @@ def replay(
 
 def find_rate(setting: Setting, *, steps: int) -> tuple[float, float]:
     """The link rate at which dense is exposed as wanted on 2 hosts, and the share measured there."""
-    workload = replay_workload(
-        load_model(setting.model), num_ranks=2, compute_s=setting.compute_s, scale=setting.scale
-    )
+    workload = replay_workload(load_model(setting.model), num_ranks=2, compute_s=setting.compute_s, scale=setting.scale)
     first = first_bucket_bytes(setting.scale)
     bucket = msgspec.structs.replace(Strategy(), bucket_bytes=round(Strategy().bucket_bytes / setting.scale))
     ideal = rate_for_exposed(workload, setting.share, strategy=bucket, first_bucket_bytes=first)
@@ -119,7 +119,9 @@ def best_of(record: ReplayRecord) -> Any:
 
 
 def show(title: str, record: ReplayRecord) -> None:
-    print(f"\n{title}: {record.num_ranks} hosts, compute {record.measured_compute_s * 1e3:.0f} ms, scale {record.scale:g}")
+    print(
+        f"\n{title}: {record.num_ranks} hosts, compute {record.measured_compute_s * 1e3:.0f} ms, scale {record.scale:g}"
+    )
     dense = record.arms[0]
     for arm in record.arms:
         print(
@@ -149,7 +151,9 @@ def main() -> int:
     show("BERT-Large", record)
     dense, best = record.arms[0], best_of(record)
     bars += [
-        Bar("bert-large: distance of dense's exposed share from 35 %", abs(dense.exposed_share - 0.35), TOLERANCE, False),
+        Bar(
+            "bert-large: distance of dense's exposed share from 35 %", abs(dense.exposed_share - 0.35), TOLERANCE, False
+        ),
         Bar(f"bert-large: exposed share with {best.name}", best.exposed_share, 0.09, False),
     ]
     results["bert-large"] = {"rate_bit_per_s": rate, "record": msgspec.to_builtins(record)}
@@ -165,8 +169,15 @@ def main() -> int:
     best = best_of(many)
     dense = two.arms[0]
     bars += [
-        Bar("scaling: distance of dense's exposed share at 2 hosts from 35 %", abs(dense.exposed_share - 0.35), TOLERANCE, False),
-        Bar(f"scaling: share of linear with {best.name} (dense: {efficiency['dense']:.3f})", efficiency[best.name], 0.92),
+        Bar(
+            "scaling: distance of dense's exposed share at 2 hosts from 35 %",
+            abs(dense.exposed_share - 0.35),
+            TOLERANCE,
+            False,
+        ),
+        Bar(
+            f"scaling: share of linear with {best.name} (dense: {efficiency['dense']:.3f})", efficiency[best.name], 0.92
+        ),
     ]
     results["scaling"] = {
         "rate_bit_per_s": rate,

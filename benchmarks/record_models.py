@@ -9,7 +9,8 @@ CPU and compares the order in which its gradients come.
 
     python benchmarks/record_models.py --verify
 
-What is assumed: kernels that reach the roofline alike, bfloat16 activations, no dropout. Shares matter here, not seconds.
+What is assumed: kernels that reach the roofline alike, bfloat16 activations, no dropout. Shares matter here, not
+seconds.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ class Roofline(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seconds = 0.0
-        self.flop = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -64,7 +64,6 @@ class Roofline(TorchDispatchMode):
         moved = BYTES_PER_ACTIVATION * sum(t.numel() for t in tensors)
         count = flop_registry.get(func._overloadpacket)
         flop = 0 if count is None else count(*args, **(kwargs or {}), out_val=result)
-        self.flop += flop
         self.seconds += max(flop / PEAK_FLOP_PER_S, moved / MEMORY_BYTES_PER_S)
         return result
 
@@ -90,8 +89,8 @@ class Order:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.ready.append((name, self.clock())))
 
 
-def run(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], order: Order) -> tuple[float, float, float]:
-    """One forward and backward pass: roofline seconds of both, and floating-point operations."""
+def run(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], order: Order) -> tuple[float, float]:
+    """One forward and backward pass: roofline seconds of both."""
     order.watch(module)
     with Roofline() as roofline:
         outputs = module(**inputs)
@@ -100,7 +99,7 @@ def run(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], order: Orde
         forward_s = roofline.seconds
         order.clock = lambda: roofline.seconds - forward_s
         loss.backward()
-    return forward_s, roofline.seconds - forward_s, roofline.flop
+    return forward_s, roofline.seconds - forward_s
 
 
 def _tokens(batch: int, length: int, vocabulary: int) -> Callable[[str, bool], dict[str, torch.Tensor]]:
@@ -191,7 +190,7 @@ def record(name: str, recipe: Recipe) -> dict[str, Any]:
     module.train()
     shapes = {key: list(p.shape) for key, p in module.named_parameters()}
     order = Order()
-    forward_s, backward_s, flop = run(module, recipe.inputs("meta", False), order)
+    forward_s, backward_s = run(module, recipe.inputs("meta", False), order)
     unused = sorted(set(shapes) - {key for key, _ in order.ready})
     if unused:
         print(f"{name}: no gradient for {', '.join(unused)}", file=sys.stderr)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from _harness import Bar, arguments, finish
 
+from _harness import Bar, arguments, finish
 from wirespeed.fabric.calibrate import calibrate
 from wirespeed.fabric.collectives import codec_stage_s
 from wirespeed.lab import Lab, LabSpec
@@ -43,12 +43,14 @@ class Quiet:
     """Progress on stderr, a line per phase."""
 
     def phase(self, text: str, *, total: int | None = None) -> None:
+        """See ``tune.loop.Progress``."""
         print(f"  {text}", file=sys.stderr, flush=True)
 
     def advance(self, step: int) -> None:
-        pass
+        """Nothing to show."""
 
     def note(self, text: str) -> None:
+        """See ``tune.loop.Progress``."""
         print(f"  {text}", file=sys.stderr, flush=True)
 
 

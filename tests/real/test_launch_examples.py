@@ -74,9 +74,7 @@ def told(output: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_torchrun_example_starts_bound_ranks(program, tmp_path):
-    out = run(
-        [str(EXAMPLES / "torchrun.sh"), str(program), "--epochs", "2"], environment(NPROC="2"), tmp_path
-    )
+    out = run([str(EXAMPLES / "torchrun.sh"), str(program), "--epochs", "2"], environment(NPROC="2"), tmp_path)
     assert told(out) == [f"rank {rank} of 2: 2, batch, ['--epochs', '2']" for rank in range(2)]
 
 

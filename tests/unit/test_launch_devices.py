@@ -29,7 +29,9 @@ def pci(root: Path, path: str, *, numa: int, vendor: str, kind: str) -> str:
     return address
 
 
-def hca(root: Path, name: str, path: str, *, numa: int, state: str = "4: ACTIVE", rate: str = "400 Gb/sec (4X NDR)") -> None:
+def hca(
+    root: Path, name: str, path: str, *, numa: int, state: str = "4: ACTIVE", rate: str = "400 Gb/sec (4X NDR)"
+) -> None:
     pci(root, path, numa=numa, vendor="0x15b3", kind="0x020700")
     put(root, f"/sys/class/infiniband/{name}/ports/1/state", state)
     put(root, f"/sys/class/infiniband/{name}/ports/1/rate", rate)

@@ -27,7 +27,15 @@ def nccl(ts, dur, *, nelems=1 << 20, name="allreduce", kernel_name="ncclDevKerne
 
 
 def step(number, ts, dur):
-    return {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{number}", "pid": 9, "tid": 9, "ts": ts, "dur": dur}
+    return {
+        "ph": "X",
+        "cat": "user_annotation",
+        "name": f"ProfilerStep#{number}",
+        "pid": 9,
+        "tid": 9,
+        "ts": ts,
+        "dur": dur,
+    }
 
 
 def trace(events, *, rank=0, world_size=2):
@@ -76,7 +84,9 @@ def test_a_gpu_trace_is_split_into_compute_hidden_and_exposed_communication(tmp_
 
 
 def test_the_whole_output_of_an_all_gather_is_its_size(tmp_path):
-    event = nccl(0.0, 100.0, name="_allgather_base", kernel_name="ncclDevKernel_AllGather_RING_LL", nelems=1000, ranks=4)
+    event = nccl(
+        0.0, 100.0, name="_allgather_base", kernel_name="ncclDevKernel_AllGather_RING_LL", nelems=1000, ranks=4
+    )
     event["args"]["Out msg nelems"] = 4000
     (timeline,) = read_trace(write(tmp_path / "t.json", trace([event], world_size=4)))
     assert (timeline.collectives[0].collective, timeline.collectives[0].size_bytes) == ("all_gather", 16000)

@@ -93,9 +93,13 @@ def export(tmp_path):
 def two_steps(export):
     for begin in (0, 1000):
         export.range(f"step {begin // 1000}", begin, begin + 300, by_id=begin > 0)
-        export.range("ncclAllReduce", begin + 200, begin + 210, json_text='{"Message size [bytes]": 4194304, "nranks": 2}')
+        export.range(
+            "ncclAllReduce", begin + 200, begin + 210, json_text='{"Message size [bytes]": 4194304, "nranks": 2}'
+        )
         export.kernel("ampere_sgemm", begin, begin + 600)
-        export.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", begin + 400, begin + 900)
+        export.kernel(
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", begin + 400, begin + 900
+        )
     export.range("step 2", 2000, 2001)
 
 
@@ -172,7 +176,7 @@ def test_an_export_with_nothing_in_it_says_how_to_make_one(tmp_path):
 def test_a_report_that_was_not_exported_says_how_to(tmp_path):
     path = tmp_path / "job.nsys-rep"
     path.write_bytes(b"QDSTRM....")
-    with pytest.raises(DataError, match="nsys export --type sqlite --output job.sqlite job.nsys-rep"):
+    with pytest.raises(DataError, match=r"nsys export --type sqlite --output job\.sqlite job\.nsys-rep"):
         read_trace(path)
 
 

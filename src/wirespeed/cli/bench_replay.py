@@ -49,7 +49,9 @@ def bench_replay(
     predict: Annotated[
         bool, typer.Option("--predict/--no-predict", help="Measure network and codecs first, and predict each step.")
     ] = True,
-    stall_timeout: Annotated[str, typer.Option("--stall-timeout", help="Give up when no step ends within this.")] = "2m",
+    stall_timeout: Annotated[
+        str, typer.Option("--stall-timeout", help="Give up when no step ends within this.")
+    ] = "2m",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the record here.", metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as one JSON document.")] = False,
 ) -> int:
@@ -86,7 +88,7 @@ def bench_replay(
     return 0
 
 
-def _options(  # noqa: PLR0917
+def _options(
     model: str | None,
     workload: Path | None,
     hosts: int | None,
@@ -106,7 +108,7 @@ def _options(  # noqa: PLR0917
 
     from wirespeed.cli.tune import check_torch
     from wirespeed.plan.bounds import rate_for_exposed
-    from wirespeed.plan.models import load_model, replay_workload, scaled_shapes
+    from wirespeed.plan.models import load_model, replay_workload, scaled_workload
     from wirespeed.plan.workloads import read_workload
 
     if (model is None) == (workload is None):
@@ -121,7 +123,7 @@ def _options(  # noqa: PLR0917
     wanted = tuple(dict.fromkeys([Strategy(), *named]))
     compute_s = None if compute is None else units.parse_duration(compute)
     check_torch()
-    from wirespeed.tune.replay import ReplayOptions, fitting_scale, scaled_workload
+    from wirespeed.tune.replay import ReplayOptions, fitting_scale
 
     if model is not None:
         known = load_model(model)
@@ -145,16 +147,10 @@ def _options(  # noqa: PLR0917
         else rate_for_exposed(full, units.parse_ratio(exposed or "")) / HEADER_EFFICIENCY
     )
     scale = float(fitting_scale(rate_bit_per_s, num_ranks, full.num_elements)) if scale is None else scale
-    scaled = (
-        scaled_workload(full, scale)
-        if model is None
-        else replay_workload(known, num_ranks=num_ranks, compute_s=compute_s, scale=scale)
-    )
     options = ReplayOptions(
         title=title,
         source=source,
-        workload=scaled,
-        shapes=None if model is None else scaled_shapes(known, scale),
+        workload=scaled_workload(full, scale),
         strategies=wanted,
         scale=scale,
         num_steps=steps,

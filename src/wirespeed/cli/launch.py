@@ -106,4 +106,3 @@ def _ranges(numbers: tuple[int, ...]) -> str:
         else:
             parts.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-

@@ -1,13 +1,13 @@
 """Where one rank of this host should run: its device, the cores and NICs next to it, and the environment that says so.
 
 Ranks are dealt to devices in order (local rank i to GPU i). A rank gets whole physical cores of its device's NUMA node,
-shared out evenly among the ranks of that node, and only cores that this process may use: what a scheduler or a container
-has set apart stays so. NCCL finds the NIC next to each GPU by itself; it is told which RDMA devices carry training at
-all, the same on every rank of the host, since ranks that disagree cannot connect. What the user has set is never
-overridden, and every choice is listed with its reason.
+shared out evenly among the ranks of that node, and only cores that this process may use: what a scheduler or a
+container has set apart stays so. NCCL finds the NIC next to each GPU by itself; it is told which RDMA devices carry
+training at all, the same on every rank of the host, since ranks that disagree cannot connect. What the user has set is
+never overridden, and every choice is listed with its reason.
 
-It can be wrong where devices are hidden from a container's sysfs, and where CUDA_VISIBLE_DEVICES gives each rank one GPU:
-then local rank 0's view is that one.
+It can be wrong where devices are hidden from a container's sysfs, and where CUDA_VISIBLE_DEVICES gives each rank one
+GPU: then local rank 0's view is that one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def bind(
     for TCP, where the host has several. Raises UsageError for a rank that is not there or an interface that is not.
     """
     if not 0 <= local_rank < local_size:
-        raise UsageError(f"got local rank {local_rank} of {local_size}", expected="0 <= local rank < ranks on this host")
+        raise UsageError(
+            f"got local rank {local_rank} of {local_size}", expected="0 <= local rank < ranks on this host"
+        )
     reasons: list[str] = []
     gpu = _device_of(devices, local_rank, environ, reasons)
     numa = _node_of(devices, gpu, local_rank, local_size)
@@ -88,7 +90,9 @@ def bind(
     nics = _nics_of(devices, nic, reasons)
     uses_batch = not devices.gpus if batch is None else batch
     if uses_batch:
-        reasons.append("SCHED_BATCH: gloo's threads contend for cores; small collectives take about a third of the time")
+        reasons.append(
+            "SCHED_BATCH: gloo's threads contend for cores; small collectives take about a third of the time"
+        )
     wanted = _environment(cpus, devices, hcas, nearest, nics, traffic, reasons)
     kept = sorted(name for name in wanted if environ.get(name, "") != "")
     reasons += [f"{name}={environ[name]} stays: it is set already" for name in kept if environ[name] != wanted[name]]
@@ -139,7 +143,7 @@ def _node_of(devices: HostDevices, gpu: PciDevice | None, local_rank: int, local
     return nodes[local_rank * len(nodes) // local_size] if len(nodes) > 1 else (nodes[0] if nodes else None)
 
 
-def _cpus_of(
+def _cpus_of(  # noqa: PLR0917
     devices: HostDevices,
     numa: int | None,
     local_rank: int,
@@ -212,7 +216,7 @@ def _nics_of(devices: HostDevices, nic: str | None, reasons: list[str]) -> list[
     return up if len(up) == 1 else []
 
 
-def _environment(
+def _environment(  # noqa: PLR0917
     cpus: Sequence[int] | None,
     devices: HostDevices,
     hcas: Sequence[PciDevice],
@@ -239,7 +243,9 @@ def _environment(
         # NCCL_IB_TC is the whole byte of the header: DSCP in its upper six bits.
         wanted["NCCL_IB_TC"] = str(traffic.dscp << 2)
         wanted["WIRESPEED_DSCP"] = str(traffic.dscp)
-        reasons.append(f"DSCP {traffic.dscp}: RoCE by NCCL_IB_TC={traffic.dscp << 2}, TCP sockets marked as they appear")
+        reasons.append(
+            f"DSCP {traffic.dscp}: RoCE by NCCL_IB_TC={traffic.dscp << 2}, TCP sockets marked as they appear"
+        )
     if traffic is not None and traffic.service_level is not None:
         wanted["NCCL_IB_SL"] = str(traffic.service_level)
         reasons.append(f"InfiniBand service level {traffic.service_level} by NCCL_IB_SL")
@@ -252,4 +258,3 @@ def apply(binding: Binding) -> None:
         os.sched_setaffinity(0, binding.cpus)
     if binding.uses_batch:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-

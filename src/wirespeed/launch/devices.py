@@ -1,8 +1,8 @@
 """What hangs where in this host: NUMA nodes and their cores, GPUs, NICs and RDMA devices, from sysfs.
 
 Distances follow the PCI tree: two devices below one switch are near, below one host bridge farther, on one NUMA node
-farther still. A host that does not tell a device's NUMA node (virtual machines, one socket) has it unknown, never node 0.
-GPUs are in the order of their bus addresses, which is what CUDA_DEVICE_ORDER=PCI_BUS_ID counts; CUDA's own default
+farther still. A host that does not tell a device's NUMA node (virtual machines, one socket) has it unknown, never node
+0. GPUs are in the order of their bus addresses, which is what CUDA_DEVICE_ORDER=PCI_BUS_ID counts; CUDA's own default
 puts the fastest first and can differ where a host mixes models.
 """
 
@@ -31,7 +31,7 @@ class NumaNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PciDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, NIC or RDMA device. ``path``: PCI addresses from the host bridge down, the device last; empty if virtual."""
+    """A GPU, NIC or RDMA device. ``path``: PCI addresses from the host bridge to the device; empty if virtual."""
 
     name: str
     kind: str
@@ -172,7 +172,9 @@ def _pci_path(system: System, base: str) -> tuple[str, ...]:
     if not place.exists():
         return ()
     parts = os.path.realpath(place).split("/")
-    bridge = next((index for index, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part)), None)
+    bridge = next(
+        (index for index, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part)), None
+    )
     if bridge is None:
         return ()
     return (parts[bridge], *(part for part in parts[bridge + 1 :] if _PCI_ADDRESS.fullmatch(part)))

@@ -1,10 +1,10 @@
 """Mark a process's TCP sockets with a DSCP and a priority, from outside: gloo and NCCL have no setting for that.
 
 ``IP_TOS`` (``IPV6_TCLASS``) puts the DSCP into every packet, which switches and tc read; ``SO_PRIORITY`` tells this
-host's own queue. Sockets of another process are reached by pidfd_getfd(2) (Linux 5.6), which needs the right to trace it:
-the same user, or for a child also where ``kernel.yama.ptrace_scope`` is 1. Sockets that a process opens later are marked
-when ``mark_sockets`` is called again. Loopback connections and listening sockets are left alone, but for a listening one
-accepted sockets inherit its mark.
+host's own queue. Sockets of another process are reached by pidfd_getfd(2) (Linux 5.6), which needs the right to trace
+it: the same user, or for a child also where ``kernel.yama.ptrace_scope`` is 1. Sockets that a process opens later are
+marked when ``mark_sockets`` is called again. Loopback connections and listening sockets are left alone, but for a
+listening one accepted sockets inherit its mark.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def _mark(held: socket.socket, dscp: int, *, loopback: bool) -> bool | None:
         if not loopback and _is_loopback(own):
             return None
         level, option = (
-            (socket.IPPROTO_IPV6, socket.IPV6_TCLASS) if held.family == socket.AF_INET6 else (socket.IPPROTO_IP, socket.IP_TOS)
+            (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
+            if held.family == socket.AF_INET6
+            else (socket.IPPROTO_IP, socket.IP_TOS)
         )
         wanted = dscp << 2
         # The two lowest bits are ECN's and TCP's own.
@@ -102,7 +104,9 @@ def _sockets_of(pid: int) -> Iterator[socket.socket]:
     except (ProcessLookupError, FileNotFoundError):
         return
     except PermissionError as fault:
-        raise MissingCapability(f"process {pid} belongs to another user", hint="run as that user, or as root") from fault
+        raise MissingCapability(
+            f"process {pid} belongs to another user", hint="run as that user, or as root"
+        ) from fault
     try:
         for name in names:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):

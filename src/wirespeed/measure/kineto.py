@@ -1,9 +1,10 @@
 """Read a trace of torch.profiler (Kineto, Chrome trace JSON, plain or gzip) into timelines, without torch.
 
 On a GPU, communication is the NCCL (or RCCL) kernels and compute is every other kernel, copies and fills left out. In a
-trace without a GPU, communication is the ``gloo:`` spans of the backend's threads and compute is whatever operations run
-on the other threads, but for those that hand work to the backend. Sizes need ``record_shapes=True`` under gloo; NCCL's
-come by themselves since torch 2.1. It is wrong where an operation itself waits for the network: that counts as compute.
+trace without a GPU, communication is the ``gloo:`` spans of the backend's threads and compute is whatever operations
+run on the other threads, but for those that hand work to the backend. Sizes need ``record_shapes=True`` under gloo;
+NCCL's come by themselves since torch 2.1. It is wrong where an operation itself waits for the network: that counts as
+compute.
 """
 
 from __future__ import annotations
@@ -156,16 +157,12 @@ def _gloo(event: _Event, num_ranks: int | None) -> CollectiveSpan:
     if kind == "all_gather" and num_ranks is not None:
         size *= num_ranks
     begin_s, end_s = _span(event)
-    return CollectiveSpan(
-        collective=kind, begin_s=begin_s, end_s=end_s, size_bytes=size or None, num_ranks=num_ranks
-    )
+    return CollectiveSpan(collective=kind, begin_s=begin_s, end_s=end_s, size_bytes=size or None, num_ranks=num_ranks)
 
 
 def _steps(spans: Sequence[_Event]) -> tuple[tuple[float, float], ...]:
     """Steps as the profiler marks them on the CPU; each lasts until the next begins, the last one to its own end."""
-    marks = sorted(
-        _span(e) for e in spans if e.cat == "user_annotation" and e.name.startswith(_STEP)
-    )
+    marks = sorted(_span(e) for e in spans if e.cat == "user_annotation" and e.name.startswith(_STEP))
     ends = [begin for begin, _ in marks[1:]] + [end for _, end in marks[-1:]]
     return tuple((begin, end) for (begin, _), end in zip(marks, ends, strict=True))
 

@@ -65,14 +65,16 @@ class _Export:
             raise DataError(
                 f"{self._name} holds neither kernels nor NIC metrics",
                 expected="CUPTI_ACTIVITY_KIND_KERNEL or NET_NIC_METRIC",
-                hint="profile with `nsys profile --trace=cuda,nvtx --nic-metrics=true`, then `nsys export --type sqlite`",
+                hint="nsys profile --trace=cuda,nvtx --nic-metrics=true ..., then nsys export --type sqlite",
             )
         ranges = self._ranges()
         host = self._host()
         if not kernels:
             marks = _steps(ranges, steps, None)
             return (
-                Timeline(source=self._name, profiler="Nsight Systems", device="NICs", host=host, steps=marks, nics=nics),
+                Timeline(
+                    source=self._name, profiler="Nsight Systems", device="NICs", host=host, steps=marks, nics=nics
+                ),
             )
         made = []
         for (process, device), rows in sorted(kernels.items()):
@@ -207,7 +209,7 @@ def _collectives(
 def _sizes(
     kernels: Sequence[tuple[float, float, str]], ranges: Sequence[tuple[Any, ...]]
 ) -> list[tuple[int | None, int | None]]:
-    """Size and group of each kernel, from NCCL's ranges of the same kind in the same order; None where counts differ."""
+    """Size and group of each kernel, from NCCL's ranges of its kind in the same order; None where counts differ."""
     told: dict[str, list[tuple[int | None, int | None]]] = defaultdict(list)
     for _, _, text, _, payload in ranges:
         if text.startswith("nccl") and collective_of(text) not in ("other", "send_recv"):

@@ -1,8 +1,8 @@
 """Where the time of a traced job goes: overlap, exposed communication, waiting and NIC load, from profilers' traces.
 
 For jobs that do not use wirespeed at all: reads torch.profiler (Kineto) and Nsight Systems (SQLite) traces, without
-torch. Several ranks' traces tell more than one: the shortest of one collective over all ranks waited for nobody, so what
-the others took longer is waiting and not the network. Traces of ranks must be of the same steps for that; they are
+torch. Several ranks' traces tell more than one: the shortest of one collective over all ranks waited for nobody, so
+what the others took longer is waiting and not the network. Traces of ranks must be of the same steps for that; they are
 matched by order within a group, never by their clocks.
 """
 
@@ -120,9 +120,7 @@ def _rank(timeline: Timeline, shortest: dict[tuple[int, int], float]) -> RankAct
     communication = clip(_busy(timeline), begin_s, end_s)
     exposed_s = total(subtract(communication, compute))
     window_s = end_s - begin_s
-    inside = [
-        (index, c) for index, c in enumerate(timeline.collectives) if c.begin_s < end_s and c.end_s > begin_s
-    ]
+    inside = [(index, c) for index, c in enumerate(timeline.collectives) if c.begin_s < end_s and c.end_s > begin_s]
     known = [(c, shortest[id(timeline), index]) for index, c in inside if (id(timeline), index) in shortest]
     # A collective's own work takes its shortest time and comes last: what lies before it is waiting.
     waiting = clip(union([(c.begin_s, max(c.begin_s, c.end_s - least)) for c, least in known]), begin_s, end_s)
@@ -169,7 +167,9 @@ def _shortest(timelines: Sequence[Timeline]) -> tuple[dict[tuple[int, int], floa
             continue
         if len({len(places) for _, places in ranks}) > 1:
             told = f" of group {group}" if group else ""
-            notes.append(f"the traces hold different numbers of {kind}{told}: not of the same steps, waiting is unknown")
+            notes.append(
+                f"the traces hold different numbers of {kind}{told}: not of the same steps, waiting is unknown"
+            )
             continue
         for nth in zip(*(places for _, places in ranks), strict=True):
             sizes = {t.collectives[i].size_bytes for (t, _), i in zip(ranks, nth, strict=True)}
@@ -236,8 +236,7 @@ def _nics(timelines: Sequence[Timeline], nic_bit_per_s: float | None) -> tuple[N
         by_source[timeline.source].append(timeline)
     for source, held in by_source.items():
         busy = union([(c.begin_s, c.end_s) for t in held for c in t.collectives])
-        for series in held[0].nics:
-            made.append(_nic(source, series, busy, nic_bit_per_s))
+        made += [_nic(source, series, busy, nic_bit_per_s) for series in held[0].nics]
     return tuple(made)
 
 
@@ -292,8 +291,8 @@ def _findings(
         gap = (most.waiting_s or 0.0) - (least.waiting_s or 0.0)
         if gap > 0.05 * most.window_s:
             yield (
-                f"{_name(least)} is late: {_name(most)} waits {format_duration(most.waiting_s or 0.0)} in collectives for "
-                "others, more than 5 % of its time; look at that rank's data loading and device before the network"
+                f"{_name(least)} is late: {_name(most)} waits {format_duration(most.waiting_s or 0.0)} in collectives "
+                "for others, more than 5 % of its time; look at that rank's data loading and device before the network"
             )
     rated = [c for c in collectives if c.saturation is not None]
     for counted in nics:
@@ -305,7 +304,9 @@ def _findings(
     if rated and not any(counted.saturation is not None for counted in nics):
         top = max(rated, key=lambda c: c.seconds)
         assert top.saturation is not None
-        verdict = "the link binds: send fewer bytes" if top.saturation > 0.7 else "the link does not bind: look elsewhere"
+        verdict = (
+            "the link binds: send fewer bytes" if top.saturation > 0.7 else "the link does not bind: look elsewhere"
+        )
         yield f"{top.collective}: the NICs carry {format_percent(top.saturation)} of their line rate; {verdict}"
 
 

@@ -1,8 +1,8 @@
 """What a step cannot be faster than: its buckets at the link's goodput and its codecs at their own speed, pipelined.
 
 ``GoodputCosts`` is the network without latency and without contention for cores: every collective takes the bytes that
-a rank must send, at the goodput of its link. The recurrence of ``sim`` over these costs is the bound that a real step is
-held against, and the rate at which dense would be exposed by a wanted share is found from it.
+a rank must send, at the goodput of its link. The recurrence of ``sim`` over these costs is the bound that a real step
+is held against, and the rate at which dense would be exposed by a wanted share is found from it.
 """
 
 from __future__ import annotations

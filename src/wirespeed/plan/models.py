@@ -3,7 +3,8 @@
 Each model holds its tensors in autograd's own backward order (which is not the reversed order of its parameters) with
 the share of the backward pass after which each gradient is ready. ``benchmarks/record_models.py`` makes the files from
 transformers' configurations; nothing here needs transformers or torch. The shares are those of a roofline, so they are
-``assumed``: right in order, and in time as far as all kernels reach the roofline alike. Batch-norm buffers are left out.
+``assumed``: right in order, and in time as far as all kernels reach the roofline alike. Batch-norm buffers are left
+out.
 """
 
 from __future__ import annotations
@@ -78,31 +79,6 @@ def load_model(name: str) -> ReplayModel:
     return msgspec.json.decode(content, type=ReplayModel)
 
 
-def scaled_shapes(model: ReplayModel, scale: float) -> tuple[tuple[int, ...], ...]:
-    """Shapes with ``1 / scale`` of the elements, in backward order: the longest side of each tensor is cut.
-
-    What rounding adds to one tensor is taken from the next ones, so that every stretch of the backward pass, and so
-    every bucket, keeps its share. No tensor vanishes: at scales beyond a tensor's size the sum stays a little higher.
-    """
-    if not 1 <= scale < math.inf:
-        raise UsageError(f"got a scale of {scale:g}", expected="1 (as it is) or more")
-    shapes = []
-    wanted = made = 0.0
-    for tensor in model.tensors:
-        wanted += tensor.num_elements / scale
-        longest = max(range(len(tensor.shape)), key=tensor.shape.__getitem__) if tensor.shape else None
-        if longest is None:
-            shapes.append(())
-            made += 1
-            continue
-        others = tensor.num_elements // tensor.shape[longest]
-        side = min(max(1, round((wanted - made) / others)), tensor.shape[longest])
-        shape = tuple(side if index == longest else length for index, length in enumerate(tensor.shape))
-        shapes.append(shape)
-        made += math.prod(shape)
-    return tuple(shapes)
-
-
 def replay_workload(
     model: ReplayModel, *, num_ranks: int, compute_s: float | None = None, scale: float = 1.0
 ) -> TrainingWorkload:
@@ -115,12 +91,15 @@ def replay_workload(
     if not 0 < compute_s < math.inf:
         raise UsageError(f"got a compute time of {compute_s:g} s", expected="above zero")
     backward_s = compute_s * (1 - model.forward_share)
-    return TrainingWorkload(
+    full = TrainingWorkload(
         gradients=tuple(
             GradientTensor(
-                name=tensor.name, num_elements=math.prod(shape), ready_s=min(tensor.ready_share, 1.0) * backward_s
+                name=tensor.name,
+                num_elements=tensor.num_elements,
+                ready_s=tensor.ready_share * backward_s,
+                shape=tensor.shape,
             )
-            for tensor, shape in zip(model.tensors, scaled_shapes(model, scale), strict=True)
+            for tensor in model.tensors
         ),
         forward_s=compute_s - backward_s,
         backward_s=backward_s,
@@ -128,3 +107,35 @@ def replay_workload(
         num_ranks=num_ranks,
         origin="assumed",
     )
+    return scaled_workload(full, scale)
+
+
+def scaled_workload(workload: TrainingWorkload, scale: float) -> TrainingWorkload:
+    """The workload with ``1 / scale`` of its gradient elements and the times that it had.
+
+    The longest side of each tensor is cut. What rounding adds to one tensor is taken from the next ones, so that every
+    stretch of the backward pass, and so every bucket, keeps its share. No tensor vanishes: at scales beyond a tensor's
+    size the sum stays a little higher. A cut matrix is less square, so low-rank factors shrink by less than the scale.
+    """
+    if not 1 <= scale < math.inf:
+        raise UsageError(f"got a scale of {scale:g}", expected="1 (as it is) or more")
+    wanted = 0.0
+    made = 0
+    gradients = []
+    for gradient in workload.gradients:
+        wanted += gradient.num_elements / scale
+        shape = _cut(gradient.shape or (gradient.num_elements,), wanted - made)
+        num_elements = math.prod(shape)
+        made += num_elements
+        gradients.append(
+            msgspec.structs.replace(gradient, num_elements=num_elements, shape=shape if gradient.shape else ())
+        )
+    return msgspec.structs.replace(workload, gradients=tuple(gradients))
+
+
+def _cut(shape: tuple[int, ...], num_elements: float) -> tuple[int, ...]:
+    """The shape with its longest side cut so that about ``num_elements`` are left, and at least one slice."""
+    longest = max(range(len(shape)), key=shape.__getitem__)
+    others = math.prod(shape) // shape[longest]
+    side = min(max(1, round(num_elements / others)), shape[longest])
+    return (*shape[:longest], side, *shape[longest + 1 :])

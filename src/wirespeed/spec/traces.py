@@ -12,8 +12,8 @@ class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
 
     ``compute_s`` and ``communication_s`` are times in which at least one of their kind runs; ``overlap_s`` is in both,
     ``exposed_s`` is communication beside which nothing computes, ``idle_s`` neither. Hence window = compute + exposed +
-    idle. ``waiting_s`` is the part of communication in which this rank waited for the last one to join, known only where
-    the other ranks' traces are there too.
+    idle. ``waiting_s`` is the part of communication in which this rank waited for the last one to join, known only
+    where the other ranks' traces are there too.
     """
 
     source: str
@@ -43,8 +43,10 @@ class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectiveActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective at one group size, over all ranks. Rates are None where the trace tells no sizes, and the load of
-    the NICs also where all are so small that they cost latency and not bandwidth.
+    """One collective at one group size, over all ranks.
+
+    Rates are None where the trace tells no sizes, and the load of the NICs also where all are so small that they cost
+    latency and not bandwidth.
 
     ``transfer_s`` is the median over collectives of the shortest rank, which waited for nobody; it is the median of all
     where only one rank's trace is there. ``nic_bit_per_s``: what each host's NICs had to carry meanwhile, in their

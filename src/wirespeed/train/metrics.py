@@ -1,4 +1,4 @@
-"""A session's figures for Prometheus: steps, where their time went, bytes, residuals. Needs prometheus_client.
+"""A session's figures for Prometheus: steps, where their time went, bytes sent and held back. Needs prometheus_client.
 
 Counters are read when Prometheus asks; training pays one addition per step and nothing between. Every rank of a host
 needs a port of its own, so ``serve_metrics`` adds the local rank to the port it is given. The page is served without a
@@ -26,8 +26,8 @@ class SessionMetrics:
     """A collector of one session: register it with a registry of prometheus_client. ``close`` lets go of the session.
 
     ``wirespeed_steps_total``; ``wirespeed_step_seconds_total{part}`` with the parts of a step;
-    ``wirespeed_sent_bytes_total{counted="stated"|"interface"}``; ``wirespeed_residual_norm``;
-    ``wirespeed_residual_bytes``; ``wirespeed_session_info{strategy, ...}``.
+    ``wirespeed_sent_bytes_total{counted="stated"|"interface"}``; ``wirespeed_residual_bytes``;
+    ``wirespeed_session_info{strategy, ...}``. A step is counted when the next one ends: until then it may still grow.
     """
 
     def __init__(self, session: Session) -> None:
@@ -85,11 +85,8 @@ class SessionMetrics:
             if last[1] >= 0:
                 sent.add_metric([*values, "interface"], last[1] - first[1])
         yield sent
-        norm = core.GaugeMetricFamily("wirespeed_residual_norm", "Norm of what error feedback holds.", labels=labels)
-        norm.add_metric(values, session.residual_norm())
-        yield norm
         held = core.GaugeMetricFamily("wirespeed_residual_bytes", "Memory of error feedback.", labels=labels)
-        held.add_metric(values, session.residual_bytes())
+        held.add_metric(values, session.residual_bytes)
         yield held
         about = core.GaugeMetricFamily(
             "wirespeed_session_info", "What runs: always 1.", labels=[*labels, "strategy", "fidelity", "num_ranks"]

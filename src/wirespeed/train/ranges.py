@@ -1,13 +1,16 @@
 """NVTX ranges of a session, so that Nsight Systems (and `wirespeed profile --trace`) sees its steps and its stages.
 
-On CUDA they go through torch's own NVTX, elsewhere through the ``nvtx`` package where that is installed; else there is
-nothing to do. Ranges are named ``step N``, ``forward``, ``backward``, ``exposed``, ``optimizer``, ``data`` on the training thread, and ``encode``,
-``reduce``, ``decode`` and ``wire`` with the bucket's number on the lanes. WIRESPEED_NVTX=1 asks for them.
+WIRESPEED_NVTX=1 asks for them. On CUDA they go through torch's own NVTX, elsewhere through the ``nvtx`` package. On the
+training thread there is ``step N`` and within it ``data``, ``forward``, ``backward``, ``exposed`` and ``optimizer``; on
+the lanes ``stage K of bucket B`` and the collective, such as ``all_to_all of bucket B``. Ranges are those of the host:
+on an accelerator its work runs on after the range that launched it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -48,6 +51,20 @@ class _PackageRanges:
 
     def pop(self) -> None:
         self._nvtx.pop_range(domain="wirespeed")
+
+
+def span(backend: RangeBackend | None, name: str) -> contextlib.AbstractContextManager[None]:
+    """``with span(backend, name)``: a range around what runs inside, or nothing without a backend."""
+    return contextlib.nullcontext() if backend is None else _span(backend, name)
+
+
+@contextlib.contextmanager
+def _span(backend: RangeBackend, name: str) -> Iterator[None]:
+    backend.push(name)
+    try:
+        yield
+    finally:
+        backend.pop()
 
 
 def are_wanted() -> bool:
@@ -115,4 +132,3 @@ _PARTS = {
     "evaluation_begin": "evaluation",
     "evaluation_end": "data",
 }
-

@@ -22,7 +22,7 @@ from wirespeed.errors import DataError, MissingCapability, PeerFailure, UsageErr
 from wirespeed.fabric.calibrate import calibrate
 from wirespeed.fabric.topology import Fabric
 from wirespeed.measure import environment, stats
-from wirespeed.plan.models import ReplayModel, replay_workload, scaled_shapes
+from wirespeed.plan.models import ReplayModel, replay_workload
 from wirespeed.plan.search import predict
 from wirespeed.records import CodecsRecord, CollectivesRecord, LinksRecord
 from wirespeed.spec.prediction import Prediction
@@ -58,12 +58,11 @@ MAX_GRADIENT_BYTES = 512 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """What to replay. ``workload`` and ``shapes`` are at full size; ``scale`` is applied here."""
+    """What to replay. ``workload`` is at the scale of the run already; strategies are as at full size."""
 
     title: str
     source: str
     workload: TrainingWorkload
-    shapes: tuple[tuple[int, ...], ...] | None
     strategies: tuple[Strategy, ...]
     scale: float = 1.0
     num_steps: int = 8
@@ -88,23 +87,10 @@ def options_of(
         title=model.title,
         source=f"{model.source}; {model.batch}",
         workload=replay_workload(model, num_ranks=num_ranks, compute_s=compute_s, scale=scale),
-        shapes=scaled_shapes(model, scale),
         strategies=tuple(strategies),
         scale=scale,
         **others,  # type: ignore[arg-type]
     )
-
-
-def scaled_workload(workload: TrainingWorkload, scale: float) -> TrainingWorkload:
-    """A workload of somebody's own (without shapes) with ``1 / scale`` of its gradient, spread as it was."""
-    wanted = made = 0.0
-    gradients = []
-    for gradient in workload.gradients:
-        wanted += gradient.num_elements / scale
-        num_elements = max(1, round(wanted - made))
-        made += num_elements
-        gradients.append(msgspec.structs.replace(gradient, num_elements=num_elements))
-    return msgspec.structs.replace(workload, gradients=tuple(gradients), cpus_per_rank=None)
 
 
 def fitting_scale(rate_bit_per_s: float, num_ranks: int, num_parameters: int) -> int:
@@ -192,7 +178,6 @@ def _plan(options: ReplayOptions, place: Place) -> ReplayPlan:
         )
     return ReplayPlan(
         workload=options.workload,
-        shapes=options.shapes,
         strategies=strategies,
         blocks=tuple(name for names in rounds for name in names),
         num_steps=options.num_steps,
@@ -245,7 +230,7 @@ def _fabric(folder: Path, place: Place) -> Fabric:
     )
 
 
-def _record(
+def _record(  # noqa: PLR0917
     options: ReplayOptions,
     plan: ReplayPlan,
     place: Place,
@@ -335,9 +320,8 @@ def _slowest(by_rank: Sequence[Sequence[BlockResult]]) -> list[float]:
 def describe(record: ReplayRecord) -> list[str]:
     """Lines that say what was replayed and on what: for a table's head."""
     scale = f", bytes and rates divided by {record.scale:g}" if record.scale != 1 else ""
+    size, told = format_size(4 * record.num_parameters), format_duration(record.compute_s)
     return [
-        f"{record.model}, {format_size(4 * record.num_parameters)} of gradients, {record.num_ranks} ranks on "
-        f"{record.network}{scale}",
-        f"compute {format_duration(record.measured_compute_s)} a step without communication "
-        f"(told to take {format_duration(record.compute_s)})",
+        f"{record.model}, {size} of gradients, {record.num_ranks} ranks on {record.network}{scale}",
+        f"compute {format_duration(record.measured_compute_s)} a step without communication (told to take {told})",
     ]

@@ -92,12 +92,10 @@ class ReplayLayer(torch.nn.Module):
 class ReplayModule(torch.nn.Module):
     """The whole model: ``module(batch).backward()`` takes forward and backward as the workload tells.
 
-    ``shapes``: of the workload's gradients, in its order; None makes every gradient a vector. ``seed``: of the noise.
+    A gradient of unknown shape is a vector. ``seed``: of the noise.
     """
 
-    def __init__(
-        self, workload: TrainingWorkload, *, shapes: Sequence[Sequence[int]] | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, workload: TrainingWorkload, *, seed: int = 0) -> None:
         super().__init__()
         self.forward_s = workload.forward_s + workload.data_s
         self.backward_s = workload.backward_s
@@ -105,11 +103,9 @@ class ReplayModule(torch.nn.Module):
         generator = torch.Generator().manual_seed(seed)
         longest = max(gradient.num_elements for gradient in workload.gradients)
         noise = torch.randn(longest, generator=generator) * NOISE
-        if shapes is None:
-            shapes = [(gradient.num_elements,) for gradient in workload.gradients]
         layers = [
-            ReplayLayer(shape, gradient.ready_s, self.stopwatch, noise)
-            for gradient, shape in zip(workload.gradients, shapes, strict=True)
+            ReplayLayer(gradient.shape or (gradient.num_elements,), gradient.ready_s, self.stopwatch, noise)
+            for gradient in workload.gradients
         ]
         # Forward visits the layers against the order of backward: the last gradient belongs to the first layer.
         self.layers = torch.nn.ModuleList(reversed(layers))

@@ -12,6 +12,7 @@ import struct
 import sys
 import time
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -42,7 +43,6 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks do. Everything here is at the scale of the run, not at full size."""
 
     workload: TrainingWorkload
-    shapes: tuple[tuple[int, ...], ...] | None
     strategies: dict[str, Strategy]
     """By the name that the outcome gets."""
     blocks: tuple[str, ...]
@@ -92,9 +92,9 @@ class _Replay:
         self._heartbeat = os.open(heartbeat_path(folder, rank), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644)
         self._num_done = 0
         self._batch = torch.zeros(())
-        self._alone = ReplayModule(plan.workload, shapes=plan.shapes, seed=rank)
+        self._alone = ReplayModule(plan.workload, seed=rank)
         self._idle = ReplayOptimizer(self._alone.parameters(), step_s=self._rest_s)
-        module = ReplayModule(plan.workload, shapes=plan.shapes, seed=rank)
+        module = ReplayModule(plan.workload, seed=rank)
         self._optimizer = ReplayOptimizer(module.parameters(), step_s=self._rest_s)
         first = next(iter(plan.strategies.values()))
         self._ddp = DistributedDataParallel(
@@ -141,7 +141,7 @@ class _Replay:
             self._idle.step()
             self._beat()
             ends.append(time.perf_counter())
-        times = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+        times = [end - begin for begin, end in pairwise(ends)]
         return BlockResult(name=COMPUTE, step_times_s=tuple(times[self._plan.num_warmup :]))
 
     def _switch(self, strategy: Strategy) -> Session:
