@@ -41,7 +41,8 @@ def test_a_replay_predicts_and_measures_dense_and_int8(tmp_path):
     ("arguments", "message"),
     [
         (["--rate", "1gbit"], "neither or both of --model and --workload"),
-        (["-m", "resnet50"], "neither or both of --rate and --exposed"),
+        (["-m", "resnet50"], "neither --rate nor --exposed, and no launcher"),
+        (["-m", "resnet50", "-r", "1gbit", "--exposed", "35%"], "--rate and --exposed"),
         (["-m", "resnet50", "-r", "1gbit", "-n", "1"], "--hosts 1"),
         (["-m", "nothing", "-r", "1gbit"], "bert-base, bert-large"),
         (["-m", "resnet50", "-r", "1gbit", "--scale", "0.1"], "--scale 0.1"),

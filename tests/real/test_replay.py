@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,7 +19,7 @@ from wirespeed.sim.training import fill_buckets  # noqa: E402
 from wirespeed.spec.replay import ReplayRecord  # noqa: E402
 from wirespeed.spec.strategy import Strategy  # noqa: E402
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload  # noqa: E402
-from wirespeed.tune.places import LoopbackPlace  # noqa: E402
+from wirespeed.tune.places import LoopbackPlace, free_port  # noqa: E402
 from wirespeed.tune.replay import (  # noqa: E402
     ReplayOptions,
     first_bucket_bytes,
@@ -25,6 +29,7 @@ from wirespeed.tune.replay import (  # noqa: E402
     scaled_strategy,
 )
 from wirespeed.tune.replay_layers import ReplayModule, ReplayOptimizer  # noqa: E402
+from wirespeed.tune.replay_worker import ReplayResult, result_path  # noqa: E402
 from wirespeed.units import MIB  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -61,10 +66,13 @@ def test_gradients_come_in_order_at_their_times_and_late_work_does_not_push_them
     module = ReplayModule(small(), seed=3)
     seen = []
     parameters = [layer.parameter for layer in reversed(list(module.layers))]
+
+    def note(index):
+        seen.append((index, time.perf_counter()))
+        time.sleep(0.01)
+
     for index, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, index=index: (seen.append((index, time.perf_counter())), time.sleep(0.01))
-        )
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: note(index))
     loss = module(torch.zeros(()))
     began_s = time.perf_counter()
     loss.backward()
@@ -109,8 +117,10 @@ def test_a_replay_compares_every_strategy_in_the_buckets_of_full_size(tmp_path):
     progress = Silent()
     record = run_replay(options, LoopbackPlace(2, why="a test"), tmp_path, progress)
     assert [arm.name for arm in record.arms] == ["dense", "int8/4MiB", "topk@1%"]
-    assert progress.steps[-1] == 4 * (3 + 3)
+    assert progress.steps == sorted(progress.steps)
+    assert 0 < progress.steps[-1] <= 4 * (3 + 3)  # polled a few times a second
     assert record.num_parameters == pytest.approx(25_557_032, rel=0.001)
+    results = [msgspec.json.decode(result_path(tmp_path, rank).read_bytes(), type=ReplayResult) for rank in range(2)]
     dense = record.arms[0]
     # 4 bytes of every gradient: 2 ranks send 2 * 1/2 of the buffer.
     assert dense.stated_bytes_per_step == pytest.approx(4 * 25_557_032, rel=0.001)
@@ -118,16 +128,19 @@ def test_a_replay_compares_every_strategy_in_the_buckets_of_full_size(tmp_path):
         assert len(arm.step_times_s) == 3
         assert arm.step_s >= 0.15 - 2e-3
         assert arm.exposed_s == pytest.approx(max(0.0, arm.step_s - record.measured_compute_s))
-        # What DDP really made are the buckets that the plan fills (the session marks each when it is ready).
+        # What DDP really formed are the buckets that the plan fills: the session notes when each is ready.
         strategy = scaled_strategy(arm.strategy, 50.0)
         planned = fill_buckets(
             options.workload.gradients,
             strategy.bucket_bytes,
             first_bucket_bytes=min(first_bucket_bytes(50.0), strategy.bucket_bytes),
         )
-        assert arm.breakdown is not None
-        assert arm.breakdown.backward_s > 0
-        assert len(planned) > 1
+        (block,) = [b for b in results[0].blocks if b.name == arm.name]
+        for step in block.steps:
+            assert len(step.bucket_ready_s) == len(planned)
+            # Never before the gradient that fills it; backward counts from the end of forward.
+            for at, bucket in zip(step.bucket_ready_s, planned, strict=True):
+                assert at >= bucket.ready_s - 2e-3
     assert from_json(to_json(record), ReplayRecord) == record
 
 
@@ -160,3 +173,20 @@ def test_a_replay_that_cannot_be_is_refused_before_anything_starts(tmp_path, cha
     }  # fmt: skip
     with pytest.raises(UsageError, match=message):
         run_replay(ReplayOptions(**held), LoopbackPlace(2, why="a test"), tmp_path, Silent())
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_and_the_network_are_the_launchers(tmp_path):
+    out = tmp_path / "record.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+        "--no-python", sys.executable, "-m", "wirespeed", "bench", "replay", "-m", "resnet50", "--scale", "100",
+        "--compute", "100ms", "-s", "half", "--steps", "3", "--rounds", "1", "--no-predict", "-o", str(out), "--json",
+    ]  # fmt: skip
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = from_json(done.stdout.encode(), ReplayRecord)  # one document, from rank 0 alone
+    assert [arm.name for arm in record.arms] == ["dense", "half"]
+    assert (record.num_ranks, record.declared_bit_per_s) == (2, None)
+    assert out.is_file()

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from wirespeed.errors import DataError
 from wirespeed.measure.spans import clip, intersect, subtract, total, union
+from wirespeed.measure.timeline import collective_of, step_spans
 
 times = st.integers(0, 60)
 some = st.lists(st.tuples(times, times).map(lambda ends: (float(min(ends)), float(max(ends)))), max_size=12)
@@ -37,6 +38,33 @@ def test_intersection_and_difference_are_those_of_sets(one, other):
 
 def test_a_window_cuts_spans_at_its_ends():
     assert clip(union([(0, 4), (6, 9)]), 3, 7).tolist() == [[3, 4], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("work_end_s", "end_s"),
+    [
+        (2.4, 2.4),  # the device runs on after the range that launched its work
+        (1.0, 1.5),  # it was done before
+        (9.0, 1.5),  # work of something else, much later
+    ],
+)
+def test_the_last_step_ends_with_the_work_that_it_launched(work_end_s, end_s):
+    assert step_spans([(0.0, 0.3), (1.0, 1.5)], work_end_s) == ((0.0, 1.0), (1.0, end_s))
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce_scatter"),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all_reduce"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send_recv"),
+        ("_allgather_base", "all_gather"),
+        ("all_to_allv", "all_to_all"),
+        ("ncclDevKernel_Generic", "other"),
+    ],
+)
+def test_names_of_kernels_and_operations_tell_the_collective(name, collective):
+    assert collective_of(name) == collective
 
 
 @pytest.mark.parametrize("spans", [[(2.0, 1.0)], [(0.0, np.nan)], [(np.inf, np.inf)]])

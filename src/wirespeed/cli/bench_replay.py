@@ -11,13 +11,17 @@ import typer
 from wirespeed import units
 from wirespeed.cli.render import make_table, print_json, say, show
 from wirespeed.cli.signals import terminable
-from wirespeed.errors import UsageError
+from wirespeed.errors import UsageError, WirespeedError
 from wirespeed.records import write
 from wirespeed.spec.strategy import Strategy
 
 if TYPE_CHECKING:
+    from wirespeed.cli.tune import Display
     from wirespeed.spec.replay import ReplayRecord
+    from wirespeed.tune.places import Place
     from wirespeed.tune.replay import ReplayOptions
+
+MAX_HOSTS = 64
 
 
 def bench_replay(
@@ -60,6 +64,7 @@ def bench_replay(
     Layers sleep until the time at which their gradient would be there; gradients, their order and their buckets are
     real. Bytes and rates are divided by one common scale so that two cores suffice; times are those of full size. The
     codecs have that much less to do: they stand for ones that are faster by the scale, as an accelerator's are.
+    Without --rate and --exposed it runs on the ranks of a launcher, over their own network and at full size.
 
     Examples:
 
@@ -70,15 +75,26 @@ def bench_replay(
       wirespeed bench replay -m gpt2-xl -n 2 --exposed 35% --json
 
       wirespeed bench replay --workload out/tune/tune.json --hosts 16 --rate 1gbit
+
+      torchrun --nnodes 4 --nproc-per-node 1 ... --no-python wirespeed bench replay --model bert-large
     """
     if model == "list":
         _show_models()
         return 0
-    options, lab_rate = _options(
-        model, workload, hosts, rate, exposed, strategies, compute, scale,
-        steps=steps, rounds=rounds, predicts=predict, stall_timeout_s=units.parse_duration(stall_timeout),
-    )  # fmt: skip
-    record = _run(options, lab_rate)
+    from wirespeed.cli.tune import Display, check_torch
+
+    check_torch()
+    with terminable(), tempfile.TemporaryDirectory(prefix="wirespeed-replay-") as folder, Display() as display:
+        place = _joined(rate, exposed, hosts)
+        options, lab_rate_bit_per_s = _options(
+            model, workload, rate, exposed, strategies, compute, scale,
+            num_ranks=(4 if hosts is None else hosts) if place is None else place.num_ranks,
+            ranks_per_host=1 if place is None else place.ranks_per_host,
+            steps=steps, rounds=rounds, predicts=predict, stall_timeout_s=units.parse_duration(stall_timeout),
+        )  # fmt: skip
+        if place is None:
+            place = _build_lab(options.workload.num_ranks, lab_rate_bit_per_s, display)
+        record = _run(options, place, Path(folder), display)
     if out is not None:
         say(f"wrote {write(out, record)}")
     if as_json:
@@ -88,65 +104,80 @@ def bench_replay(
     return 0
 
 
+def _joined(rate: str | None, exposed: str | None, hosts: int | None) -> Place | None:
+    """The job that a launcher started, where there is one and no lab was asked for."""
+    from wirespeed import launch
+
+    if rate is not None and exposed is not None:
+        raise UsageError("got --rate and --exposed", expected="one of them: the second finds the first")
+    if rate is not None or exposed is not None:
+        if hosts is not None and not 2 <= hosts <= MAX_HOSTS:
+            raise UsageError(f"got --hosts {hosts}", expected=f"2 to {MAX_HOSTS}")
+        return None
+    if not launch.is_launched():
+        raise UsageError(
+            "got neither --rate nor --exposed, and no launcher's variables",
+            expected="a link for the lab, such as --rate 10gbit, or a start by torchrun, srun or mpirun",
+        )
+    if hosts is not None:
+        raise UsageError("got --hosts under a launcher", expected="the ranks that the launcher started")
+    from wirespeed.tune.spmd import join_as_rank
+
+    return join_as_rank()
+
+
 def _options(
     model: str | None,
     workload: Path | None,
-    hosts: int | None,
     rate: str | None,
     exposed: str | None,
     strategies: str,
     compute: str | None,
     scale: float | None,
     *,
+    num_ranks: int,
+    ranks_per_host: int,
     steps: int,
     rounds: int,
     predicts: bool,
     stall_timeout_s: float,
 ) -> tuple[ReplayOptions, float]:
-    """The options, and the rate of the lab's links."""
+    """The options, and the rate of the lab's links (0 without a lab)."""
     import msgspec
 
-    from wirespeed.cli.tune import check_torch
     from wirespeed.plan.bounds import rate_for_exposed
     from wirespeed.plan.models import load_model, replay_workload, scaled_workload
     from wirespeed.plan.workloads import read_workload
 
     if (model is None) == (workload is None):
         raise UsageError("got neither or both of --model and --workload", expected="one", hint="--model list shows all")
-    if (rate is None) == (exposed is None):
-        raise UsageError("got neither or both of --rate and --exposed", expected="one of them, such as --rate 10gbit")
-    if hosts is not None and not 2 <= hosts <= 64:
-        raise UsageError(f"got --hosts {hosts}", expected="2 to 64")
     if scale is not None and not 1 <= scale < 1e6:
         raise UsageError(f"got --scale {scale:g}", expected="1 or more")
     named = [Strategy.parse(part) for part in strategies.split(",") if part.strip()]
     wanted = tuple(dict.fromkeys([Strategy(), *named]))
     compute_s = None if compute is None else units.parse_duration(compute)
-    check_torch()
-    from wirespeed.tune.replay import ReplayOptions, fitting_scale
-
     if model is not None:
         known = load_model(model)
-        num_ranks = 4 if hosts is None else hosts
         full = replay_workload(known, num_ranks=num_ranks, compute_s=compute_s)
         title, source = known.title, f"{known.source}; {known.batch}"
     else:
         assert workload is not None
-        held = read_workload(workload)
         if compute_s is not None:
             raise UsageError("got --compute and --workload", expected="the times of the workload", hint="leave one out")
-        num_ranks = held.num_ranks if hosts is None else hosts
-        full = msgspec.structs.replace(held, num_ranks=num_ranks, ranks_per_host=1, cpus_per_rank=None)
+        full = msgspec.structs.replace(read_workload(workload), num_ranks=num_ranks)
         title, source = workload.stem, f"workload of {workload}"
-    # A lab's link carries 1448 bytes of payload in 1514 that its shaper counts.
+    full = msgspec.structs.replace(full, ranks_per_host=ranks_per_host, cpus_per_rank=None)
     from wirespeed.lab.layout import HEADER_EFFICIENCY
+    from wirespeed.tune.replay import ReplayOptions, fitting_scale
 
-    rate_bit_per_s = (
-        units.parse_rate(rate)
-        if rate is not None
-        else rate_for_exposed(full, units.parse_ratio(exposed or "")) / HEADER_EFFICIENCY
-    )
-    scale = float(fitting_scale(rate_bit_per_s, num_ranks, full.num_elements)) if scale is None else scale
+    rate_bit_per_s = 0.0
+    if rate is not None:
+        rate_bit_per_s = units.parse_rate(rate)
+    elif exposed is not None:
+        # A lab's link carries 1448 bytes of payload in 1514 that its shaper counts.
+        rate_bit_per_s = rate_for_exposed(full, units.parse_ratio(exposed)) / HEADER_EFFICIENCY
+    if scale is None:
+        scale = float(fitting_scale(rate_bit_per_s, num_ranks, full.num_elements)) if rate_bit_per_s else 1.0
     options = ReplayOptions(
         title=title,
         source=source,
@@ -161,18 +192,29 @@ def _options(
     return options, rate_bit_per_s / scale
 
 
-def _run(options: ReplayOptions, lab_rate_bit_per_s: float) -> ReplayRecord:
-    from wirespeed.cli.tune import Display
+def _build_lab(num_hosts: int, rate_bit_per_s: float, display: Display) -> Place:
     from wirespeed.lab import Lab, LabSpec
     from wirespeed.tune.places import LabPlace
+
+    display.phase(f"building a lab of {num_hosts} hosts at {units.format_rate(rate_bit_per_s)}")
+    lab = Lab(LabSpec(hosts=num_hosts, rate_bit_per_s=rate_bit_per_s))
+    lab.up()
+    return LabPlace(lab)
+
+
+def _run(options: ReplayOptions, place: Place, folder: Path, display: Display) -> ReplayRecord:
     from wirespeed.tune.replay import run_replay
 
-    spec = LabSpec(hosts=options.workload.num_ranks, rate_bit_per_s=lab_rate_bit_per_s)
-    with terminable(), tempfile.TemporaryDirectory(prefix="wirespeed-replay-") as folder, Display() as display:
-        display.phase(f"building a lab of {spec.hosts} hosts at {units.format_rate(spec.rate_bit_per_s)}")
-        with Lab(spec) as lab:
-            record = run_replay(options, LabPlace(lab), Path(folder), display)
-            display.phase("taking down what was set up")
+    code = 1
+    try:
+        record = run_replay(options, place, folder, display)
+        code = 0
+    except WirespeedError as fault:
+        code = fault.exit_code
+        raise
+    finally:
+        display.phase("taking down what was set up")
+        place.close(code)
     return record
 
 

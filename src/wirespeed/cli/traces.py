@@ -12,6 +12,7 @@ from wirespeed.errors import DataError, UsageError
 from wirespeed.records import write
 
 if TYPE_CHECKING:
+    from wirespeed.measure.timeline import Timeline
     from wirespeed.spec.traces import CollectiveActivity, TracesRecord
 
 MAX_ROWS = 40
@@ -32,7 +33,7 @@ def profile_traces(
     from wirespeed.measure.traces import analyse, read_trace
 
     paths = _expand(files)
-    timelines = []
+    timelines: list[Timeline] = []
     for path in paths:
         say(f"reading {path}")
         timelines += read_trace(path, steps=DEFAULT_STEPS if step_name is None else step_name)

@@ -21,7 +21,7 @@ import msgspec
 
 from wirespeed.errors import DataError
 from wirespeed.measure.spans import union
-from wirespeed.measure.timeline import MAX_TRACE_BYTES, CollectiveSpan, Timeline, collective_of
+from wirespeed.measure.timeline import MAX_TRACE_BYTES, CollectiveSpan, Timeline, collective_of, step_spans
 from wirespeed.units import format_size
 
 _US = 1e-6
@@ -161,10 +161,9 @@ def _gloo(event: _Event, num_ranks: int | None) -> CollectiveSpan:
 
 
 def _steps(spans: Sequence[_Event]) -> tuple[tuple[float, float], ...]:
-    """Steps as the profiler marks them on the CPU; each lasts until the next begins, the last one to its own end."""
+    """Steps as the profiler marks them on the CPU."""
     marks = sorted(_span(e) for e in spans if e.cat == "user_annotation" and e.name.startswith(_STEP))
-    ends = [begin for begin, _ in marks[1:]] + [end for _, end in marks[-1:]]
-    return tuple((begin, end) for (begin, _), end in zip(marks, ends, strict=True))
+    return step_spans(marks, max((_span(e)[1] for e in spans if e.cat in _KERNEL), default=-math.inf))
 
 
 def _span(event: _Event) -> tuple[float, float]:

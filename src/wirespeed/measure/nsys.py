@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import sqlite3
 from collections import defaultdict
@@ -21,7 +22,7 @@ import numpy as np
 
 from wirespeed.errors import DataError, UsageError
 from wirespeed.measure.spans import union
-from wirespeed.measure.timeline import CollectiveSpan, NicSeries, Timeline, collective_of
+from wirespeed.measure.timeline import CollectiveSpan, NicSeries, Timeline, collective_of, step_spans
 
 _NS = 1e-9
 MAGIC = b"SQLite format 3\x00"
@@ -88,7 +89,7 @@ class _Export:
                     host=host,
                     compute=union([(row[0], row[1]) for row in rows if "nccl" not in row[2].lower()]),
                     collectives=collectives,
-                    steps=_steps(mine, steps, (rows[0][0], rows[-1][1])),
+                    steps=_steps(mine, steps, (rows[0][0], max(row[1] for row in rows))),
                     nics=nics,
                 )
             )
@@ -188,12 +189,12 @@ def _process_of(serialized: int | None) -> int | None:
 def _steps(
     ranges: Sequence[tuple[Any, ...]], pattern: re.Pattern[str], window: tuple[float, float] | None
 ) -> tuple[tuple[float, float], ...]:
-    """Ranges that are steps, each until the next begins: kernels run on after the range that launched them."""
+    """The ranges that are steps and within ``window``, the time from the first kernel to the end of the last."""
     marks = [(row[0], row[1]) for row in ranges if pattern.fullmatch(row[2].strip())]
-    if window is not None:
-        marks = [(begin, end) for begin, end in marks if begin < window[1] and end > window[0]]
-    ends = [begin for begin, _ in marks[1:]] + [end for _, end in marks[-1:]]
-    return tuple((begin, end) for (begin, _), end in zip(marks, ends, strict=True) if end > begin)
+    if window is None:
+        return step_spans(marks, -math.inf)
+    # Steps in which this device did nothing were not traced on it.
+    return tuple(step for step in step_spans(marks, window[1]) if step[0] < window[1] and step[1] > window[0])
 
 
 def _collectives(

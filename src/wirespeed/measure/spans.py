@@ -54,8 +54,9 @@ def intersect(one: Spans, other: Spans) -> Spans:
     theirs = np.repeat(begin, counts) + offset
     low = np.maximum(one[mine, 0], other[theirs, 0])
     high = np.minimum(one[mine, 1], other[theirs, 1])
-    held = np.column_stack((low, high))
-    return held[high > low]
+    held: Spans = np.column_stack((low, high))
+    kept: Spans = held[high > low]
+    return kept
 
 
 def subtract(one: Spans, other: Spans) -> Spans:

@@ -5,7 +5,9 @@ Times are seconds on the trace's own clock; its zero means nothing, and clocks o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from wirespeed.measure.spans import EMPTY, Spans
 
@@ -59,6 +61,21 @@ class Timeline:
     steps: tuple[tuple[float, float], ...] = ()
     nics: tuple[NicSeries, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def step_spans(marks: Sequence[tuple[float, float]], work_end_s: float) -> tuple[tuple[float, float], ...]:
+    """Steps from the ranges that mark them on the host, in order of begin: each lasts until the next begins.
+
+    A device runs on after the range that launched its work. The last step has no next one: it ends with the work
+    (``work_end_s``) where that is no more than a step later, else where its range ends.
+    """
+    if not marks:
+        return ()
+    begins = [begin for begin, _ in marks]
+    last_begin, last_end = marks[-1]
+    longest = max([last_end - last_begin, *(after - before for before, after in pairwise(begins))])
+    end = work_end_s if last_end < work_end_s <= last_end + longest else last_end
+    return tuple((begin, until) for begin, until in zip(begins, [*begins[1:], end], strict=True) if until > begin)
 
 
 _NAMES = (

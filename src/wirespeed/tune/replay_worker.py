@@ -74,8 +74,8 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def result_path(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its result."""
-    return folder / f"result-{rank}.json"
+    """Where a rank leaves its result: a place brings files of this name home."""
+    return folder / f"trace-{rank}.json"
 
 
 def heartbeat_path(folder: Path, rank: int) -> Path:
