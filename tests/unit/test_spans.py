@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wirespeed.errors import DataError
-from wirespeed.measure.spans import clip, intersect, subtract, total, union
+from wirespeed.measure.spans import clip, intersect, shared, subtract, total, union
 from wirespeed.measure.timeline import collective_of, step_spans
 
 times = st.integers(0, 60)
@@ -34,6 +34,13 @@ def test_intersection_and_difference_are_those_of_sets(one, other):
     assert covered(intersect(a, b)) == covered(one) & covered(other)
     assert covered(subtract(a, b)) == covered(one) - covered(other)
     assert total(intersect(a, b)) + total(subtract(a, b)) == pytest.approx(total(a))
+
+
+@given(some, some)
+def test_what_windows_share_with_spans_is_what_lies_in_both(windows, spans):
+    held = union(spans)
+    together = shared(np.array(windows, dtype=float).reshape(-1, 2), held)
+    assert together.tolist() == pytest.approx([len(covered([window]) & covered(spans)) for window in windows])
 
 
 def test_a_window_cuts_spans_at_its_ends():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 
-from wirespeed.errors import DataError
+from wirespeed.cli.traces import profile_traces
+from wirespeed.errors import DataError, UsageError
 from wirespeed.measure.traces import analyse, read_trace
 
 
@@ -160,3 +163,21 @@ def test_what_is_no_trace_is_an_error_that_says_so(tmp_path, content, message):
 def test_a_trace_without_collectives_says_that_nothing_was_exchanged(tmp_path):
     (timeline,) = read_trace(write(tmp_path / "t.json", trace([kernel("gemm", 0.0, 5.0)])))
     assert analyse([timeline]).findings[0].startswith("no collectives in these traces")
+
+
+def test_traces_are_read_without_torch(tmp_path):
+    write(tmp_path / "rank0.json", trace(EVENTS))
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['wirespeed']; from wirespeed.cli.main import main; "
+        f"sys.exit(main(['profile', '--trace', {str(tmp_path / 'rank0.json')!r}, '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"][0]["num_steps"] == 2
+
+
+def test_a_file_that_is_not_there_is_a_mistake_of_the_command_line():
+    with pytest.raises(UsageError, match=r"no file 'nowhere\.json'"):
+        profile_traces(
+            ["nowhere.json"], nic_rate=None, nics_per_host=1, ranks_per_host=1, step_name=None, out=None, as_json=False
+        )

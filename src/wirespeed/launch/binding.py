@@ -242,7 +242,6 @@ def _environment(  # noqa: PLR0917
     if traffic is not None and traffic.dscp is not None:
         # NCCL_IB_TC is the whole byte of the header: DSCP in its upper six bits.
         wanted["NCCL_IB_TC"] = str(traffic.dscp << 2)
-        wanted["WIRESPEED_DSCP"] = str(traffic.dscp)
         reasons.append(
             f"DSCP {traffic.dscp}: RoCE by NCCL_IB_TC={traffic.dscp << 2}, TCP sockets marked as they appear"
         )

@@ -3,8 +3,8 @@
 ``IP_TOS`` (``IPV6_TCLASS``) puts the DSCP into every packet, which switches and tc read; ``SO_PRIORITY`` tells this
 host's own queue. Sockets of another process are reached by pidfd_getfd(2) (Linux 5.6), which needs the right to trace
 it: the same user, or for a child also where ``kernel.yama.ptrace_scope`` is 1. Sockets that a process opens later are
-marked when ``mark_sockets`` is called again. Loopback connections and listening sockets are left alone, but for a
-listening one accepted sockets inherit its mark.
+marked when ``mark_sockets`` is called again; those that a marked listening socket accepts carry its mark from the
+start. Loopback connections are left alone.
 """
 
 from __future__ import annotations

@@ -69,6 +69,22 @@ def subtract(one: Spans, other: Spans) -> Spans:
     return intersect(one, gaps)
 
 
+def shared(windows: Spans, spans: Spans) -> NDArray[np.float64]:
+    """Seconds that each of the windows (which may overlap) has in common with the spans."""
+    if not len(spans):
+        return np.zeros(len(windows))
+    before = np.concatenate(([0.0], np.cumsum(spans[:, 1] - spans[:, 0])))
+
+    def covered(times: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What the spans cover until each of the times: all that began, less what is still to come of the last."""
+        begun = np.searchsorted(spans[:, 0], times, side="right")
+        rest = np.where(begun > 0, np.maximum(spans[np.maximum(begun - 1, 0), 1] - times, 0.0), 0.0)
+        held: NDArray[np.float64] = before[begun] - rest
+        return held
+
+    return covered(windows[:, 1]) - covered(windows[:, 0])
+
+
 def clip(spans: Spans, begin_s: float, end_s: float) -> Spans:
     """The part within a window."""
     return intersect(spans, np.array([[begin_s, end_s]], dtype=np.float64))

@@ -20,7 +20,7 @@ from wirespeed.fabric.collectives import busbw_bit_per_s, nic_factor
 from wirespeed.measure import environment
 from wirespeed.measure.kineto import read_kineto
 from wirespeed.measure.nsys import DEFAULT_STEPS, MAGIC, read_nsys
-from wirespeed.measure.spans import Spans, clip, intersect, subtract, total, union
+from wirespeed.measure.spans import Spans, clip, intersect, shared, subtract, total, union
 from wirespeed.measure.timeline import CollectiveSpan, NicSeries, Timeline
 from wirespeed.records import Collective
 from wirespeed.spec.traces import CollectiveActivity, NicActivity, RankActivity, TracesRecord
@@ -243,7 +243,7 @@ def _nics(timelines: Sequence[Timeline], nic_bit_per_s: float | None) -> tuple[N
 def _nic(source: str, series: NicSeries, busy: Spans, nic_bit_per_s: float | None) -> NicActivity:
     """Means over the time of collectives; each sample counts with the time that it shares with them."""
     lengths = series.spans[:, 1] - series.spans[:, 0]
-    inside = np.array([total(intersect(span.reshape(1, 2), busy)) for span in series.spans])
+    inside = shared(series.spans, busy)
     sent, received = (8 * np.array(rates) for rates in (series.sent_bytes_per_s, series.received_bytes_per_s))
     # Without collectives in the trace (only NICs were traced) all of it counts.
     weights = inside if inside.sum() > 0 else lengths
