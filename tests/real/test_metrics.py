@@ -73,3 +73,39 @@ def test_a_port_that_is_taken_is_named(tmp_path):
     for told in fine(PORT, tmp_path):
         assert "cannot serve metrics on 127.0.0.1:" in told["error"]
         assert "every rank of a host needs one of its own" in told["error"]
+
+
+RANGES = """
+import threading
+from wirespeed.train import ranges
+
+class Recorded:
+    def __init__(self):
+        self.names, self.depth = [], threading.local()
+    def push(self, name):
+        self.names.append(name)
+        self.depth.value = getattr(self.depth, "value", 0) + 1
+    def pop(self):
+        self.depth.value -= 1
+        assert self.depth.value >= 0
+
+backend = Recorded()
+ranges.open_backend = lambda: backend
+model = DDP(make_model())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+wirespeed.train.attach(model, optimizer, strategy="int8")
+for step in range(3):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+report(names=backend.names, open=backend.depth.value)
+"""
+
+
+def test_a_sessions_steps_and_collectives_become_ranges(tmp_path):
+    for told in fine(RANGES, tmp_path, env={"WIRESPEED_NVTX": "1"}):
+        names = set(told["names"])
+        assert {"step 1", "forward", "backward", "exposed", "optimizer"} <= names
+        assert {"stage 0 of bucket 0", "all_to_all of bucket 0", "all_gather of bucket 0"} <= names
+        assert told["open"] == 2  # the step that has just begun, and its part
