@@ -29,7 +29,7 @@ from wirespeed.spec.strategy import Strategy
 from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.train.rebucket import rebucket
 from wirespeed.train.session import Session, start_session
-from wirespeed.train.speed import measure_codecs
+from wirespeed.train.speed import measure_codecs, slowest_of
 from wirespeed.tune.replay_layers import ReplayModule, ReplayOptimizer
 from wirespeed.tune.survey import CODECS_FILE, COLLECTIVES, LINKS, SurveyPlan, needed_collectives
 from wirespeed.units import MIB
@@ -200,6 +200,8 @@ def _survey(plan: ReplayPlan, survey: SurveyPlan, folder: Path, ranks: launch.Ra
         num_ranks=ranks.world_size,
         concurrent=ranks.world_size,
         deadline_s=survey.codecs_s,
+        shapes=[gradient.shape for gradient in plan.workload.gradients if gradient.shape],
+        slowest=slowest_of(None, torch.device("cpu")),
     )
     if ranks.rank == 0:
         records.write(folder / CODECS_FILE, codecs)
