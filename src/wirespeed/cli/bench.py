@@ -12,6 +12,7 @@ import typer
 
 from wirespeed import units
 from wirespeed.cli.bench_codecs import bench_codecs
+from wirespeed.cli.bench_replay import bench_replay
 from wirespeed.cli.render import make_table, print_json, say, show
 from wirespeed.errors import UsageError, WirespeedError
 from wirespeed.measure.stats import STABLE_SPREAD, is_stable, median, spread
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 
 app.command("codecs")(bench_codecs)
+app.command("replay")(bench_replay)
 
 MAX_ROWS = 60
 _OUT = typer.Option("--out", "-o", help="Write the record here, for `wirespeed fabric calibrate`.", metavar="FILE")
@@ -304,16 +306,10 @@ def _known_wire_rate() -> tuple[float, str] | None:
 
 def _fill_environment(ranks: Ranks) -> None:
     """What torch.distributed reads, for launchers that say it in other words."""
-    for name, value in (
-        ("RANK", ranks.rank),
-        ("WORLD_SIZE", ranks.world_size),
-        ("LOCAL_RANK", ranks.local_rank),
-        ("LOCAL_WORLD_SIZE", ranks.local_world_size),
-        ("MASTER_ADDR", ranks.master_addr),
-        ("MASTER_PORT", ranks.master_port),
-    ):
-        if value is not None:
-            os.environ.setdefault(name, str(value))
+    from wirespeed.launch import torch_environment
+
+    for name, value in torch_environment(ranks).items():
+        os.environ.setdefault(name, value)
 
 
 def _integers(text: str, option: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import bench, doctor, doctor_hosts, fabric, lab, plan, report, serve, tune
+from wirespeed.cli import bench, doctor, doctor_hosts, fabric, lab, launch, plan, report, serve, tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -40,6 +40,9 @@ doctor.app.command("path")(doctor_hosts.path_to)
 app.command("report")(report.report)
 app.command("serve")(serve.serve)
 app.command("load")(serve.load)
+app.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    launch.launch_program
+)
 
 
 def _show_version(wanted: bool) -> None:

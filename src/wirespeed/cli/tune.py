@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _Script = Annotated[
     str, typer.Argument(help="A training script that uses DistributedDataParallel. Its arguments follow.")
 ]
+_ProfiledScript = Annotated[
+    str | None, typer.Argument(help="A training script, as of `tune`; its arguments follow. Not with --trace.")
+]
 _Lab = Annotated[
     str | None,
     typer.Option(
@@ -73,7 +76,7 @@ def tune(
 
       torchrun --nnodes 4 --nproc-per-node 1 ... -m wirespeed tune train.py
     """
-    _check_torch()
+    check_torch()
     from wirespeed.tune.loop import TuneOptions
 
     if fidelity not in FIDELITIES:
@@ -100,23 +103,63 @@ def tune(
 
 def profile(
     context: typer.Context,
-    script: _Script,
+    script: _ProfiledScript = None,
     lab: _Lab = None,
     steps: _Steps = 40,
     budget: _Budget = "3m",
     seed: _Seed = 0,
-    out: _Out = Path("out/profile"),
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for records and report (out/profile); of traces: the record.")
+    ] = None,
     stall_timeout: _Stall = "90s",
     start_timeout: _Start = "2m",
+    trace: Annotated[
+        list[str] | None,
+        typer.Option("--trace", help="Instead of a script: traces of torch.profiler or nsys (SQLite), or folders."),
+    ] = None,
+    nic_rate: Annotated[
+        str | None, typer.Option("--nic-rate", help="With --trace: line rate of one NIC, such as 400gbit.")
+    ] = None,
+    nics_per_host: Annotated[int, typer.Option("--nics-per-host", min=1, help="With --trace: NICs in use.")] = 1,
+    ranks_per_host: Annotated[int, typer.Option("--ranks-per-host", min=1, help="With --trace: ranks.")] = 1,
+    step_name: Annotated[
+        str | None, typer.Option("--step-name", help="With --trace: pattern of the NVTX ranges that are steps.")
+    ] = None,
     as_json: _Json = False,
 ) -> int:
     """Where does my step go? Runs SCRIPT as it is, splits its step, and predicts what strategies would give.
 
-    [bold]Example[/bold]
+    With --trace nothing is run: reads what torch.profiler (JSON, also .gz) or Nsight Systems (nsys export --type
+    sqlite) recorded of any job, all ranks' files at once if there are several, and tells how much communication is
+    hidden, how much is exposed, who waits for whom, and how full the NICs were.
+
+    [bold]Examples[/bold]
 
       wirespeed profile --lab 4x1gbit examples/char_gpt.py
+
+      wirespeed profile --trace traces/rank0.json.gz --trace traces/rank1.json.gz --nic-rate 100gbit
+
+      wirespeed profile --trace job.sqlite --nic-rate 400gbit --nics-per-host 8 --ranks-per-host 8 --json
     """
-    _check_torch()
+    if trace:
+        from wirespeed.cli.traces import profile_traces
+
+        # More files may follow the first: `--trace a.json b.json`, as a shell's wildcard gives them.
+        others = [*([] if script is None else [script]), *context.args]
+        return profile_traces(
+            [*trace, *others],
+            nic_rate=nic_rate,
+            nics_per_host=nics_per_host,
+            ranks_per_host=ranks_per_host,
+            step_name=step_name,
+            out=out,
+            as_json=as_json,
+        )
+    if script is None:
+        raise UsageError(
+            "got neither a SCRIPT nor --trace", expected="one of them", hint="wirespeed profile --lab 4x1gbit SCRIPT"
+        )
+    check_torch()
     from wirespeed.tune.loop import TuneOptions
 
     options = TuneOptions(
@@ -126,7 +169,7 @@ def profile(
         budget_s=_seconds(budget, "--budget"),
         num_steps=steps,
         seed=seed,
-        out=out,
+        out=Path("out/profile") if out is None else out,
         stall_timeout_s=_seconds(stall_timeout, "--stall-timeout"),
         start_timeout_s=_seconds(start_timeout, "--start-timeout"),
         profile_only=True,
@@ -141,7 +184,8 @@ def _seconds(text: str, option: str) -> float:
     return seconds
 
 
-def _check_torch() -> None:
+def check_torch() -> None:
+    """Raise MissingCapability where torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise MissingCapability("torch is not installed", hint="pip install 'wirespeed[train]'")
 

@@ -132,6 +132,19 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     )
 
 
+def torch_environment(ranks: Ranks) -> dict[str, str]:
+    """The variables that torch.distributed reads, for a program under a launcher that says it in other words."""
+    held = {
+        "RANK": ranks.rank,
+        "WORLD_SIZE": ranks.world_size,
+        "LOCAL_RANK": ranks.local_rank,
+        "LOCAL_WORLD_SIZE": ranks.local_world_size,
+        "MASTER_ADDR": ranks.master_addr,
+        "MASTER_PORT": ranks.master_port,
+    }
+    return {name: str(value) for name, value in held.items() if value is not None}
+
+
 def _find_family(env: Mapping[str, str]) -> _Family | None:
     found = [family for family in _FAMILIES if env.get(family.rank, "") != ""]
     if len(found) > 1 and found[0] is _SLURM and not _agrees(env, found[0], found[1]):

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -70,6 +71,8 @@ class StepClock:
         """The marks of the newest step, for ``extend_step``."""
         self._evaluating = 0
         self._has_begun = False
+        self.on_event: Callable[[Event], None] | None = None
+        """Hears of every event as it happens (on the host, not on the device)."""
 
     def mark(self, event: Event) -> None:
         """Note that ``event`` happens now (on the current stream, on CUDA)."""
@@ -78,6 +81,8 @@ class StepClock:
             cuda = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             cuda.record()
         self._marks.append(_Mark(event, time.perf_counter(), cuda))
+        if self.on_event is not None:
+            self.on_event(event)
 
     @property
     def is_evaluating(self) -> bool:
@@ -164,6 +169,17 @@ class StepClock:
             self._unread[-1][-1].cuda.synchronize()
             self._read_passed()
         return list(self._steps)
+
+    def parsed_since(self, count: int) -> tuple[int, list[StepParts]]:
+        """How many steps have their final parts by now, and the parts of those after the first ``count``.
+
+        Waits for nothing. The newest step is left for the next call: another optimizer may still add to it.
+        """
+        parsed = max(0, self._num_finished - len(self._unread) - 1)
+        num_new = min(parsed - count, len(self._steps) - 1)
+        if num_new <= 0:
+            return max(parsed, count), []
+        return parsed, list(islice(self._steps, len(self._steps) - 1 - num_new, len(self._steps) - 1))
 
     def _read_passed(self) -> None:
         while self._unread and self._unread[0][-1].cuda.query():

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from wirespeed.errors import PeerFailure
 from wirespeed.measure.exchange import all_gather_single, all_to_all, reduce_scatter_single
+from wirespeed.train import ranges
 from wirespeed.train.codecs.base import Message
 
 
@@ -51,6 +52,7 @@ class Lanes:
         self._on_done = on_done
         self._queues: list[SimpleQueue[Exchange | None]] = [SimpleQueue() for _ in range(len(groups) + 1)]
         self.failure: Exception | None = None
+        self._ranges = ranges.open_backend() if ranges.are_wanted() else None
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name=f"wirespeed-lane-{lane}", daemon=True)
             for lane in range(len(groups) + 1)
@@ -93,12 +95,14 @@ class Lanes:
     def _advance(self, exchange: Exchange, lane: int) -> bool:
         """Run one stage and its collective. True when the exchange has ended."""
         began_s = time.perf_counter()
-        message = next(exchange.steps, None)
+        with ranges.span(self._ranges, f"stage {lane} of bucket {exchange.bucket}"):
+            message = next(exchange.steps, None)
         ended_s = time.perf_counter()
         exchange.spans_s.append((began_s, ended_s))
         if message is None:
             return True
-        perform(message, self._groups[lane])
+        with ranges.span(self._ranges, f"{message.collective} of bucket {exchange.bucket}"):
+            perform(message, self._groups[lane])
         exchange.spans_s.append((ended_s, time.perf_counter()))
         return False
 

@@ -21,11 +21,12 @@ def bucket_bytes_of(ddp: DistributedDataParallel) -> int | None:
     return int(value) if isinstance(value, int) else None
 
 
-def rebucket(ddp: DistributedDataParallel, bucket_bytes: int) -> bool:
+def rebucket(ddp: DistributedDataParallel, bucket_bytes: int, *, first_bucket_bytes: int = MIB) -> bool:
     """Form buckets of ``bucket_bytes`` from the next step on. All ranks must do so at the same step.
 
-    Returns False, with nothing changed, where this version of torch has no way. Communication hooks are forgotten: the
-    caller registers its hook again.
+    The first bucket to be ready is at most ``first_bucket_bytes``: 1 MiB is DDP's own default. Returns False, with
+    nothing changed, where this version of torch has no way. Communication hooks are forgotten: the caller registers its
+    hook again.
     """
     needed = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper", "bucket_bytes_cap")
     if not all(hasattr(ddp, name) for name in needed):
@@ -41,7 +42,7 @@ def rebucket(ddp: DistributedDataParallel, bucket_bytes: int) -> bool:
             config,  # type: ignore[type-var]
             bucket_bytes_cap=bucket_bytes,
             per_bucket_bytes_caps=(),
-            first_bucket_bytes_cap=min(MIB, bucket_bytes),
+            first_bucket_bytes_cap=min(first_bucket_bytes, bucket_bytes),
         )
         inner.bucket_bytes_cap_list = []
     inner.bucket_bytes_cap = bucket_bytes

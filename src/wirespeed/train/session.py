@@ -23,6 +23,7 @@ from wirespeed.errors import DataError, UsageError
 from wirespeed.measure.counters import InterfaceCounter, training_interfaces
 from wirespeed.measure.steps import StepClock
 from wirespeed.spec.strategy import Strategy
+from wirespeed.train import ranges
 from wirespeed.train.codecs import make_codec, warm_up
 from wirespeed.train.codecs.base import Codec
 from wirespeed.train.lanes import Exchange, Lanes
@@ -222,6 +223,11 @@ class Session:
         """``(bytes stated, bytes counted at the interface)`` since the start, after every step."""
         return self._wire
 
+    @property
+    def residual_bytes(self) -> int:
+        """Memory that error feedback holds."""
+        return self._residuals.num_bytes
+
     # ---------------------------------------------------------------- inside
 
     def _listen(self) -> None:
@@ -414,6 +420,8 @@ def start_session(
             hint="remove its register_comm_hook(...) call: the strategy takes its place",
         )
     session = Session(ddp, optimizer, strategy, is_silent=is_silent, is_inert=is_inert)
+    if ranges.are_wanted():
+        session.clock.on_event = ranges.StepRanges(ranges.open_backend()).on_event
     if not _SESSIONS:
         atexit.register(_release_all)
     _SESSIONS[id(ddp)] = session
