@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wirespeed.fabric.network import Floats, Ints, Network
-from wirespeed.fabric.schedules import Operation
+from wirespeed.fabric.patterns import Operation
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import numpy as np
 from wirespeed.errors import UsageError
 from wirespeed.fabric.curves import curve_time_s, is_in_range
 from wirespeed.fabric.network import Floats, Ints
+from wirespeed.fabric.patterns import Operation
 from wirespeed.fabric.phases import Timed
 from wirespeed.fabric.placement import Placement, place
-from wirespeed.fabric.schedules import Operation
 from wirespeed.fabric.topology import CollectiveCurve, Fabric
 from wirespeed.spec.workload import Origin
 
@@ -90,7 +90,7 @@ class Calibrated:
 
 
 def find_curve(
-    fabric: Fabric, operation: Operation, placement: Placement, groups: Sequence[Ints], backend: str, dtype: str
+    fabric: Fabric, operation: Operation, placement: Placement, groups: Sequence[Ints], *, backend: str, dtype: str
 ) -> Measured | None:
     """The curve whose layout is nearest to the groups'; None where none was measured that could be carried over."""
     if not fabric.collectives:

@@ -76,7 +76,7 @@ class Network:
         self.nic_host: Ints = np.repeat(every, self.num_nics)
         owner = np.repeat(every, self.num_devices)
         self.host_of_inside: Ints = np.concatenate([owner, owner, every, every])
-        """Host of each link inside hosts, in the order of ``links_of("device out", "device in", "bus", "island cross")``."""
+        """Host of each link inside hosts: device out, device in, bus, island cross, in the order of the links."""
 
     @property
     def num_links(self) -> int:
@@ -275,7 +275,7 @@ class Network:
         return f"uplink of {self._switch_word(cut)} {self.switch_names[cut]}"
 
     def _make_cuts(self) -> None:
-        """Where whole hosts lie. A switch that holds only some NICs of a host cuts nothing off, so it bounds nothing."""
+        """Where whole hosts lie. A switch that holds only some NICs of a host cuts nothing off."""
         anchor = self.host_switch.copy()
         for nic in range(1, int(self.num_nics.max())):
             has = self.num_nics > nic

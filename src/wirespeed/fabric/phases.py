@@ -1,8 +1,8 @@
 """The time of an algorithm's phases: bytes at the tightest link, steps at their hops, and what TCP adds.
 
-Flows of a phase carry bytes in fixed proportion and the phase ends with its slowest, so its time per byte is the largest
-of load over capacity: the level at which max-min sharing fills the first link. Steps are not overlapped with bytes, but
-for streams, whose chunks are chosen as well as can be.
+Flows of a phase carry bytes in fixed proportion and the phase ends with its slowest, so its time per byte is the
+largest of load over capacity: the level at which max-min sharing fills the first link. Steps are not overlapped with
+bytes, but for streams, whose chunks are chosen as well as can be.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from wirespeed.fabric.network import Floats, Ints, Network, network_of
 from wirespeed.fabric.parts import Transport
+from wirespeed.fabric.patterns import Operation, Phase
 from wirespeed.fabric.placement import Placement
-from wirespeed.fabric.schedules import Operation, Phase
 from wirespeed.fabric.speeds import Speeds, speeds_of
 from wirespeed.fabric.tcp import incast_delay_s, slow_start_s
 from wirespeed.fabric.topology import Fabric
@@ -116,6 +116,10 @@ def time_phases(
             )  # fmt: skip
     hosts = np.unique(placement.host[np.concatenate([phase.source for phase in found])])
     slow = parts[longest]
+    by_link: dict[int, float] = {}
+    for part in parts:
+        by_link[part.binding] = by_link.get(part.binding, 0.0) + float(part.s_per_byte[-1])
+    binding = max(by_link, key=lambda link: by_link[link])
     rate = 8 * slow.weight / slow.s_per_byte[-1] if slow.s_per_byte[-1] > 0 else math.inf
     crosses = any(part.crosses for part in parts)
     return Timed(
@@ -124,7 +128,7 @@ def time_phases(
         steps=np.array([[phase.net_steps + phase.local_steps] for phase in found]),
         depth=np.array([[phase.depth] for phase in found]),
         launch_s=float(speeds.launch_s[hosts].max()) if operation != "send" else 0.0,
-        binding="nothing" if slow.binding < 0 else network.link_name(slow.binding),
+        binding=_words(network, binding, by_link[binding]),
         host_bytes=float(sent.max()),
         effective_bit_per_s=rate,
         weight=sum(part.weight for part in parts),
@@ -161,8 +165,10 @@ def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: P
     binding = int(used[np.argmax(took[-1])]) if used.size and s_per_byte[-1] > 0 else -1
     crosses = source != target
     limit = np.minimum(speeds.flow_bit_per_s[source], speeds.flow_bit_per_s[target])
-    needs = np.where(crosses, 8 * phase.weight / phase.stands_for / limit, 0.0)
-    s_per_byte = np.maximum(s_per_byte, needs.max())
+    alone = float(np.where(crosses, 8 * phase.weight / phase.stands_for / limit, 0.0).max())
+    if alone > s_per_byte[-1]:
+        binding = -1
+    s_per_byte = np.maximum(s_per_byte, alone)
     transport, hop_s = None, np.zeros(len(speeds.protocols))
     if crosses.any():
         far = np.flatnonzero(crosses)
@@ -185,6 +191,12 @@ def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: P
         transport=transport,
         crosses=bool(crosses.any()),
     )
+
+
+def _words(network: Network, link: int, s_per_byte: float) -> str:
+    if link >= 0:
+        return network.link_name(link)
+    return "what one connection reaches" if s_per_byte > 0 else "nothing"
 
 
 def _origin(fabric: Fabric, hosts: Ints) -> Origin:

@@ -49,17 +49,16 @@ def place(
 ) -> Placement:
     """Ranks on the hosts of a fabric: neighbours on one host, host after host.
 
-    ``num_ranks`` None takes all hosts; ``ranks_per_host`` None takes each host's devices. ``order``: hosts rack by rack,
-    as listed, dealt to the racks in turn (the worst that a scheduler does), or shuffled with ``seed``. Of a larger
-    fabric the first hosts in that order are taken. Raises UsageError where the ranks do not fit or do not fill hosts.
+    ``num_ranks`` None takes all hosts; ``ranks_per_host`` None takes each host's devices. ``order``: hosts rack by
+    rack, as listed, dealt to the racks in turn (the worst that a scheduler does), or shuffled with ``seed``. Of a
+    larger fabric the first hosts in that order are taken. Raises UsageError where the ranks do not fit or do not fill hosts.
     """
     hosts = host_order(fabric, order, seed=seed)
     width = np.array(
         [fabric.hosts[h].num_devices for h in hosts] if ranks_per_host is None else [ranks_per_host] * len(hosts)
     )
-    if ranks_per_host is not None:
-        if ranks_per_host < 1:
-            raise UsageError(f"got {ranks_per_host} ranks per host", expected="at least 1")
+    if ranks_per_host is not None and ranks_per_host < 1:
+        raise UsageError(f"got {ranks_per_host} ranks per host", expected="at least 1")
     ends = np.cumsum(width)
     total = int(ends[-1])
     wanted = total if num_ranks is None else num_ranks
@@ -73,7 +72,7 @@ def place(
     if used > 1 and int(ends[used - 1]) != wanted:
         raise UsageError(
             f"got {wanted} ranks, which leave host {fabric.hosts[hosts[used - 1]].name!r} partly filled",
-            expected=f"ranks that fill whole hosts of {_span(width)}, such as {int(ends[used - 2])} or {int(ends[used - 1])}",
+            expected=f"ranks that fill hosts of {_span(width)}, such as {int(ends[used - 2])} or {int(ends[used - 1])}",
         )
     host = np.repeat(np.asarray(hosts[:used], dtype=np.int64), width[:used])[:wanted]
     starts = np.repeat(ends[:used] - width[:used], width[:used])[:wanted]

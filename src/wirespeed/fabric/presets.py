@@ -15,7 +15,6 @@ from difflib import get_close_matches
 from wirespeed.errors import UsageError
 from wirespeed.fabric.parts import Figure, Island, Protocol, Transport
 from wirespeed.spec.workload import Origin
-from wirespeed.units import MIB
 
 E6 = "mission table: TCP over 100GbE against InfiniBand HDR, 128 MB of gradients, 2024"
 DDL = "HKBU ddl-benchmarks, results of 2020-05-29 (arXiv 2005.13247): ring bus bandwidth over 8 to 32 GPUs"
@@ -117,8 +116,8 @@ NICS: dict[str, NicPreset] = {
               share=0.9, switch_s=0.6e-6, price=2800),
         _rdma("400g-roce", 400, _figure(368e9, SCALED, "assumed"), latency_s=_figure(2e-6, SCALED, "assumed"),
               share=0.95, switch_s=0.6e-6, price=4600),
-        _rdma("100g-ib", 100, _figure(100e9, "InfiniBand EDR, 2015: 12.5 GB/s"), share=0.96, switch_s=0.13e-6, price=1600,
-              latency_s=_figure(1.2e-6, SCALED, "assumed")),
+        _rdma("100g-ib", 100, _figure(100e9, "InfiniBand EDR, 2015: 12.5 GB/s"), share=0.96, switch_s=0.13e-6,
+              price=1600, latency_s=_figure(1.2e-6, SCALED, "assumed")),
         _rdma("200g-ib", 200, _figure(200e9, f"{E6}: 25 GB/s; {_HDR}"), share=0.96, switch_s=0.13e-6, price=2900,
               latency_s=_figure(1.2e-6, E6)),
         _rdma("400g-ib", 400, _figure(400e9, f"InfiniBand NDR, 2022: 50 GB/s; {_NDR}"), share=0.94, switch_s=0.13e-6,
@@ -226,6 +225,3 @@ def transfer_table(size_bytes: int, names: tuple[str, ...] = ("100g", "200g-ib")
 
 GRADIENTS_BYTES = 128 * 10**6
 """The message of E6's table."""
-
-PORT_BUFFER_BYTES = 1 * MIB
-"""Of a switch port, where a fabric is asked to show incast: shallow-buffer switches share 12 to 32 MB over 32 to 64 ports."""

@@ -43,13 +43,13 @@ class Shares:
 
 
 def max_min(
-    variable: Ints, link: Ints, weight: Floats, capacity: Floats, num_variables: int, limit: Floats | None = None
+    variable: Ints, link: Ints, weight: Floats, capacity: Floats, *, num_variables: int, limit: Floats | None = None
 ) -> Shares:
     """Max-min fair rates of variables that use ``weight * rate`` of a link each.
 
-    ``variable``, ``link``, ``weight`` (E,): one entry per use; the same pair may occur often. ``capacity`` (L,), infinite
-    for links that never bind. ``limit`` (V,): most that each variable takes. A variable that nothing limits gets an
-    infinite rate.
+    ``variable``, ``link``, ``weight`` (E,): one entry per use; the same pair may occur often. ``capacity`` (L,),
+    infinite for links that never bind. ``limit`` (V,): most that each variable takes. A variable that nothing limits
+    gets an infinite rate.
     """
     num_links = capacity.size
     rate = np.zeros(num_variables)
@@ -109,7 +109,7 @@ def flow_rates(network: Network, sources: tuple[Ints, Ints], targets: tuple[Ints
         paths.ravel(),
         np.ones(paths.size),
         network.capacity_bit_per_s,
-        num_flows,
+        num_variables=num_flows,
     )
     return shares.rate, shares.binding
 
@@ -143,7 +143,7 @@ def group_bandwidth(
         paths.ravel(),
         np.repeat(np.concatenate(weights), hops),
         network.capacity_bit_per_s,
-        len(held),
+        num_variables=len(held),
     )
     return [
         GroupRate(bytes_per_s=float(rate) / 8, binding="nothing" if link < 0 else network.link_name(int(link)))

@@ -1,8 +1,9 @@
 """What TCP adds to bytes over rate: slow start on an idle connection, and time-outs when senders overrun a buffer.
 
 Both never fall with size. Slow start doubles what is under way each round trip from the first window (RFC 5681, RFC
-6928); losses while it overshoots, and pacing, are left out. Incast: when more than a port's buffer arrives at once, some
-sender loses the last packets of its window and waits for its retransmission timer (RFC 6298; Phanishayee et al. 2008).
+6928); losses while it overshoots, and pacing, are left out. Incast: when more than a port's buffer arrives at once,
+some sender loses the last packets of its window and waits for its retransmission timer (RFC 6298; Phanishayee et al.
+2008).
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ from wirespeed.errors import DataError, UsageError
 from wirespeed.fabric.bounds import Bound, cut_bound
 from wirespeed.fabric.calibrated import Calibrated, find_curve
 from wirespeed.fabric.network import Floats, Ints, network_of
+from wirespeed.fabric.patterns import Layout, Operation
 from wirespeed.fabric.phases import Timed, time_phases
 from wirespeed.fabric.placement import Placement, check_groups
-from wirespeed.fabric.schedules import Algorithm, Layout, Operation, algorithms, merge, phases
+from wirespeed.fabric.schedules import Algorithm, algorithms, merge, phases
 from wirespeed.fabric.topology import Fabric
 from wirespeed.spec.workload import Origin
 
@@ -153,18 +154,21 @@ def prepare(
         held = [_hosts_together(placement.host[group], group) for group in held]
     bound = max((cut_bound(network, operation, placement.host[group]) for group in held), key=lambda b: b.s_per_byte)
     measured = (
-        None if share < 1 or algorithm != "auto" else find_curve(fabric, operation, placement, held, backend, dtype)
+        None
+        if share < 1 or algorithm != "auto"
+        else find_curve(fabric, operation, placement, held, backend=backend, dtype=dtype)
     )
     if measured is not None:
         native = algorithms(operation, measured.curve.backend if measured.curve.backend == "nccl" else "gloo")[0]
         wanted, reference = (
-            _timed(fabric, operation, at, which, (native,), 1.0, is_cold)
+            _timed(fabric, operation, at, which, names=(native,), share=1.0, is_cold=is_cold)
             for at, which in ((placement, held), (measured.placement, measured.groups))
         )
         if wanted and reference:
             scaled = Calibrated.scaled(measured, wanted[0][1], reference[0][1])
             return CollectiveModel(operation, bound, wanted, scaled)
-    timed = _timed(fabric, operation, placement, held, _named(operation, algorithm, offered), share, is_cold)
+    names = _named(operation, algorithm, offered)
+    timed = _timed(fabric, operation, placement, held, names=names, share=share, is_cold=is_cold)
     if not timed:
         raise UsageError(
             f"algorithm {algorithm!r} cannot be used for {operation} over groups of {held[0].size} ranks",
@@ -232,8 +236,8 @@ def _hosts_together(host: Ints, group: Ints) -> Ints:
 
 
 def _timed(
-    fabric: Fabric, operation: Operation, placement: Placement, groups: Sequence[Ints], names: Sequence[Algorithm],
-    share: float, is_cold: bool,
+    fabric: Fabric, operation: Operation, placement: Placement, groups: Sequence[Ints], *,
+    names: Sequence[Algorithm], share: float, is_cold: bool,
 ) -> list[tuple[Algorithm, Timed]]:  # fmt: skip
     """Each algorithm that these groups can use, timed. Groups of other sizes run their phases beside each other."""
     layouts = _layouts(fabric, placement, groups)

@@ -19,8 +19,8 @@ from wirespeed.records import Collective
 from wirespeed.spec.workload import Origin
 
 __all__ = [
-    "SPINE", "CodecCurve", "CollectiveCurve", "Curve", "Dragonfly", "Fabric", "Figure", "Host", "Island", "Spread", "Switch",
-    "Transport", "Uplink", "check_tree",
+    "SPINE", "CodecCurve", "CollectiveCurve", "Curve", "Dragonfly", "Fabric", "Figure", "Host", "Island", "Spread",
+    "Switch", "Transport", "Uplink", "check_tree",
 ]  # fmt: skip
 
 Spread = Literal["packets", "flows"]
