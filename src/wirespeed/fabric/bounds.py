@@ -7,6 +7,7 @@ algorithms for clusters of workstations). Reduction inside switches would beat t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,31 +25,36 @@ class Bound:
     cut: str
 
 
-def cut_bound(network: Network, operation: Operation, host: Ints) -> Bound:
-    """The bound for one group: the host of each of its ranks, (p,), the root first."""
-    p = int(host.size)
-    if p < 2:
-        return Bound(0.0, "nothing")
-    used, counts = np.unique(host, return_counts=True)
-    hosts = network.fabric.hosts
-    if used.size == 1:
-        return _inside(network, operation, int(used[0]), p)
-    capacity = network.nic_bit_per_s[used] * network.num_nics[used] / 8
-    seconds = crossing(operation, counts, p, used == host[0]) / capacity
-    worst = int(np.argmax(seconds))
-    best = Bound(float(seconds[worst]), f"NICs of host {hosts[int(used[worst])].name}")
-    if operation == "all_reduce":
-        together = 2 * (used.size - 1) / float(capacity.sum())
-        if together > best.s_per_byte:
-            best = Bound(together, "NICs of all hosts together")
-    below = network.ranks_below(host)
-    has_root = network.ranks_below(host[:1]) > 0
-    with np.errstate(invalid="ignore"):
-        seconds = np.where((below > 0) & (below < p), crossing(operation, below, p, has_root), 0.0)
-        seconds = seconds / (network.cut_bit_per_s / 8)
-    if seconds.size and float(seconds.max()) > best.s_per_byte:
-        worst = int(np.argmax(seconds))
-        best = Bound(float(seconds[worst]), network.cut_name(worst))
+def cut_bound(network: Network, operation: Operation, hosts: Sequence[Ints]) -> Bound:
+    """The bound for groups that do it at the same time: hosts of their ranks, one (G, p) array per size, roots first.
+
+    What several groups must send across a cut adds up: the last of them is no sooner done.
+    """
+    hosts = [host for host in hosts if host.shape[1] > 1]
+    capacity = network.nic_bit_per_s * network.num_nics / 8
+    crossed = np.zeros(capacity.size)
+    cut = np.zeros(network.cut_bit_per_s.size)
+    best = Bound(0.0, "nothing")
+    for host in hosts:
+        is_single = (host == host[:, :1]).all(axis=1)
+        inside = _inside(network, operation, host[is_single], host.shape[1])
+        best = max(best, inside, key=lambda bound: bound.s_per_byte)
+        for row in host[~is_single]:
+            used, counts = np.unique(row, return_counts=True)
+            crossed[used] += crossing(operation, counts, row.size, used == row[0])
+            together = 2 * (used.size - 1) / float(capacity[used].sum()) if operation == "all_reduce" else 0.0
+            if together > best.s_per_byte:
+                best = Bound(together, "NICs of all hosts together")
+            below, has_root = network.ranks_below(row), network.ranks_below(row[:1]) > 0
+            is_cut = (below > 0) & (below < row.size)
+            cut += np.where(is_cut, crossing(operation, below, row.size, has_root), 0.0)
+    for seconds, name in (
+        (crossed / capacity, lambda at: f"NICs of host {network.fabric.hosts[at].name}"),
+        (8 * cut / network.cut_bit_per_s, network.cut_name),
+    ):
+        worst = int(np.argmax(seconds)) if seconds.size else 0
+        if seconds.size and float(seconds[worst]) > best.s_per_byte:
+            best = Bound(float(seconds[worst]), name(worst))
     return best
 
 
@@ -66,17 +72,22 @@ def crossing(operation: Operation, inside: Ints, num_ranks: int, has_root: npt.N
             return np.ones_like(s)
 
 
-def _inside(network: Network, operation: Operation, host: int, num_ranks: int) -> Bound:
-    island = next((i for i in network.fabric.islands if i.name == network.fabric.hosts[host].island), None)
-    if island is None:
-        return Bound(0.0, "nothing")
-    rate = island.rate_bit_per_s.value / 8
+def _inside(network: Network, operation: Operation, host: Ints, num_ranks: int) -> Bound:
+    """Of groups that each lie on one host, (G, p): what a device, or the bus, must carry for one of them."""
+    islands = {island.name: island for island in network.fabric.islands}
+    best = Bound(0.0, "nothing")
     one = float(crossing(operation, np.array([1]), num_ranks, np.array([True]))[0])
     if operation == "all_reduce":
         one = max(one, 2 * (num_ranks - 1) / num_ranks)
-    if island.kind == "bus" and operation not in ("all_reduce", "all_to_all"):
-        return Bound(one / rate, f"{island.name} of host {network.fabric.hosts[host].name}")
-    return Bound(
-        one * (num_ranks if island.kind == "bus" else 1) / rate,
-        f"{island.name} of host {network.fabric.hosts[host].name}",
-    )
+    kinds = {network.fabric.hosts[int(h)].island: int(h) for h in np.unique(host[:, 0])} if host.size else {}
+    for name, at in kinds.items():
+        island = islands.get(name)
+        # Ranks that share a device exchange in its memory, at no stated cost.
+        if island is None or int(network.num_devices[at]) < num_ranks:
+            continue
+        # A bus carries what every rank sends; of operations with a root, what the root does is bound enough.
+        is_shared = island.kind == "bus" and operation in ("all_reduce", "all_to_all")
+        seconds = one * (num_ranks if is_shared else 1) / (island.rate_bit_per_s.value / 8)
+        if seconds > best.s_per_byte:
+            best = Bound(seconds, f"{name} of host {network.fabric.hosts[at].name}")
+    return best

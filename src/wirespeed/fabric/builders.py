@@ -32,6 +32,21 @@ class HostKind(msgspec.Struct, frozen=True, kw_only=True):
         """Of all its NICs together."""
         return self.rate.value * self.num_nics
 
+    def host(self, name: str, rack: str, *, switches: tuple[str, ...] = (), num_devices: int | None = None) -> Host:
+        """One host of this kind."""
+        return Host(
+            name=name,
+            rack=rack,
+            kind=self.kind,
+            rate_bit_per_s=self.rate,
+            num_nics=self.num_nics,
+            switches=switches,
+            num_devices=self.num_devices if num_devices is None else num_devices,
+            island="" if self.island is None else self.island.name,
+            transport="" if self.transport is None else self.transport.name,
+            price=self.price,
+        )
+
 
 class Hosts(msgspec.Struct, frozen=True, kw_only=True):
     """How many hosts of which kinds, in order: the names h0, h1, ... go on through the kinds."""
@@ -69,20 +84,7 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
         for count, kind in self.kinds:
             for _ in range(count):
                 i = len(hosts)
-                hosts.append(
-                    Host(
-                        name=f"h{i}",
-                        rack=racks[i],
-                        kind=kind.kind,
-                        rate_bit_per_s=kind.rate,
-                        num_nics=kind.num_nics,
-                        switches=nic_switches[i] if nic_switches else (),
-                        num_devices=kind.num_devices,
-                        island="" if kind.island is None else kind.island.name,
-                        transport="" if kind.transport is None else kind.transport.name,
-                        price=kind.price,
-                    )
-                )
+                hosts.append(kind.host(f"h{i}", racks[i], switches=nic_switches[i] if nic_switches else ()))
         parts = [kind for _, kind in self.kinds]
         return Fabric(
             name=self.name,

@@ -15,10 +15,10 @@ import numpy as np
 
 from wirespeed.errors import UsageError
 from wirespeed.fabric.curves import curve_time_s, is_in_range
-from wirespeed.fabric.network import Floats, Ints
+from wirespeed.fabric.network import Floats
 from wirespeed.fabric.patterns import Operation
 from wirespeed.fabric.phases import Timed
-from wirespeed.fabric.placement import Placement, place
+from wirespeed.fabric.placement import Groups, Placement, place, stack_groups
 from wirespeed.fabric.topology import CollectiveCurve, Fabric
 from wirespeed.spec.workload import Origin
 
@@ -35,7 +35,7 @@ class Measured:
 
     curve: CollectiveCurve
     placement: Placement
-    groups: list[Ints]
+    groups: list[Groups]
     is_alike: bool
     """Measured with the type that is asked for."""
 
@@ -90,12 +90,12 @@ class Calibrated:
 
 
 def find_curve(
-    fabric: Fabric, operation: Operation, placement: Placement, groups: Sequence[Ints], *, backend: str, dtype: str
+    fabric: Fabric, operation: Operation, placement: Placement, groups: Sequence[Groups], *, backend: str, dtype: str
 ) -> Measured | None:
     """The curve whose layout is nearest to the groups'; None where none was measured that could be carried over."""
     if not fabric.collectives:
         return None
-    largest = max(groups, key=lambda group: int(group.size))
+    largest = groups[0].ranks[0]
     ranks_per_host = largest.size / np.unique(placement.host[largest]).size
     moves = operation not in SUMS
     held = [
@@ -121,5 +121,5 @@ def find_curve(
         except UsageError:
             # The fabric no longer has the hosts it was measured on.
             continue
-        return Measured(curve, measured_at, [np.arange(curve.num_ranks)], moves or curve.dtype == dtype)
+        return Measured(curve, measured_at, stack_groups(measured_at, None), moves or curve.dtype == dtype)
     return None

@@ -46,11 +46,12 @@ class Phase:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Groups of one size: ``ranks`` (G, p), the host of each (G, p), and the NICs that each host can use at once."""
+    """Groups of one size: ``ranks``, ``host`` and ``rack`` of each (G, p), and the NICs that each host has."""
 
     ranks: Ints
     host: Ints
     num_nics: int
+    rack: Ints
 
     @property
     def size(self) -> int:
@@ -60,9 +61,17 @@ class Layout:
     @property
     def block(self) -> int:
         """Ranks per host where every host holds the same number, one after another in the group's order; else 1."""
+        return self._block(self.host)
+
+    @property
+    def rack_block(self) -> int:
+        """The same for racks."""
+        return self._block(self.rack)
+
+    def _block(self, place: Ints) -> int:
         if self.size < 2:
             return 1
-        changes = self.host[:, 1:] != self.host[:, :-1]
+        changes = place[:, 1:] != place[:, :-1]
         edges = np.flatnonzero(changes[0])
         block = int(edges[0]) + 1 if edges.size else self.size
         if self.size % block:
@@ -71,7 +80,7 @@ class Layout:
         expected[block - 1 :: block] = True
         if not (changes == expected).all():
             return 1
-        heads = np.sort(self.host[:, ::block], axis=1)
+        heads = np.sort(place[:, ::block], axis=1)
         return block if heads.shape[1] < 2 or (heads[:, 1:] != heads[:, :-1]).all() else 1
 
 
@@ -234,8 +243,13 @@ def halving_doubling(layout: Layout, operation: Operation) -> list[Phase] | None
 
 
 def hierarchical(layout: Layout, operation: Operation) -> list[Phase] | None:
-    """Inside the hosts first, then between them by one ring per device (each 1 / g of the bytes), then inside again."""
+    """Inside the hosts first, then between them by one ring per device (each 1 / g of the bytes), then inside again.
+
+    With one rank per host, racks take the place of hosts.
+    """
     p, block = layout.size, layout.block
+    if block == 1:
+        block = layout.rack_block
     if block in (1, p):
         return None
     places = np.arange(p, dtype=np.int64)

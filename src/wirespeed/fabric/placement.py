@@ -51,7 +51,8 @@ def place(
 
     ``num_ranks`` None takes all hosts; ``ranks_per_host`` None takes each host's devices. ``order``: hosts rack by
     rack, as listed, dealt to the racks in turn (the worst that a scheduler does), or shuffled with ``seed``. Of a
-    larger fabric the first hosts in that order are taken. Raises UsageError where the ranks do not fit or do not fill hosts.
+    larger fabric the first hosts in that order are taken. Raises UsageError where the ranks do not fit, or fill no
+    whole hosts.
     """
     hosts = host_order(fabric, order, seed=seed)
     width = np.array(
@@ -118,24 +119,51 @@ def sorted_racks(fabric: Fabric, racks: Sequence[str] | dict[str, list[int]]) ->
     return sorted(racks, key=path)
 
 
-def check_groups(placement: Placement, groups: Sequence[Ints] | None) -> list[Ints]:
-    """The groups as arrays; None is one group of all ranks. Raises UsageError for an empty group or unknown ranks."""
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Groups of one size: ``ranks`` (G, p), and ``index`` (G,), where each stood in what was asked for."""
+
+    ranks: Ints
+    index: Ints
+
+
+def stack_groups(placement: Placement, groups: Sequence[Ints] | Ints | None) -> list[Groups]:
+    """Groups by their size, the largest first. A list of arrays, or one array (G, p); None is one group of all ranks.
+
+    Raises UsageError for an empty group, unknown ranks or a rank that stands twice in a group.
+    """
     if groups is None:
-        return [np.arange(placement.num_ranks, dtype=np.int64)]
-    checked = [np.asarray(group, dtype=np.int64) for group in groups]
-    if not checked:
+        groups = np.arange(placement.num_ranks, dtype=np.int64)[None, :]
+    if isinstance(groups, np.ndarray) and groups.ndim == 2:
+        stacked = [Groups(groups.astype(np.int64, copy=False), np.arange(groups.shape[0], dtype=np.int64))]
+    else:
+        by_size: dict[int, list[int]] = {}
+        held = [np.asarray(group, dtype=np.int64).ravel() for group in groups]
+        for index, group in enumerate(held):
+            by_size.setdefault(int(group.size), []).append(index)
+        stacked = [
+            Groups(np.stack([held[i] for i in by_size[size]]), np.array(by_size[size], dtype=np.int64))
+            for size in sorted(by_size, reverse=True)
+        ]
+    if not stacked or not stacked[0].index.size:
         raise UsageError("got no group of ranks", expected="at least one")
-    for index, group in enumerate(checked):
-        if group.ndim != 1 or not group.size:
-            raise UsageError(f"group {index} has no ranks", expected="at least one rank")
-        if int(group.min()) < 0 or int(group.max()) >= placement.num_ranks:
+    for part in stacked:
+        if not part.ranks.shape[1]:
+            raise UsageError(f"group {int(part.index[0])} has no ranks", expected="at least one rank")
+        wrong = (part.ranks < 0) | (part.ranks >= placement.num_ranks)
+        if wrong.any():
+            row, column = (int(x) for x in np.argwhere(wrong)[0])
             raise UsageError(
-                f"group {index} holds rank {int(group.max() if group.max() >= placement.num_ranks else group.min())}",
+                f"group {int(part.index[row])} holds rank {int(part.ranks[row, column])}",
                 expected=f"ranks 0 to {placement.num_ranks - 1}",
             )
-        if np.unique(group).size != group.size:
-            raise UsageError(f"group {index} holds a rank twice", expected="each rank once")
-    return checked
+        ordered = np.sort(part.ranks, axis=1)
+        twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
+        if twice.any():
+            raise UsageError(
+                f"group {int(part.index[int(np.argmax(twice))])} holds a rank twice", expected="each rank once"
+            )
+    return stacked
 
 
 def _span(width: Ints) -> str:

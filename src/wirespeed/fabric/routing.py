@@ -17,7 +17,7 @@ import numpy as np
 
 from wirespeed.errors import UsageError
 from wirespeed.fabric.network import Floats, Ints, Network, network_of
-from wirespeed.fabric.placement import Placement, check_groups
+from wirespeed.fabric.placement import Placement, stack_groups
 from wirespeed.fabric.topology import Fabric
 
 Pattern = Literal["ring", "all_to_all", "pairs"]
@@ -115,7 +115,7 @@ def flow_rates(network: Network, sources: tuple[Ints, Ints], targets: tuple[Ints
 
 
 def group_bandwidth(
-    fabric: Fabric, placement: Placement, groups: Sequence[Ints] | None = None, pattern: Pattern = "ring"
+    fabric: Fabric, placement: Placement, groups: Sequence[Ints] | Ints | None = None, pattern: Pattern = "ring"
 ) -> list[GroupRate]:
     """What the slowest flow of each group gets while all groups send at once, bytes per second.
 
@@ -123,17 +123,18 @@ def group_bandwidth(
     to every other, the sum of what one rank sends. ``pairs``: ranks 0 -> 1, 2 -> 3, ... of the group.
     """
     network = network_of(fabric)
-    held = check_groups(placement, groups)
+    held = stack_groups(placement, groups)
+    num_groups = sum(part.index.size for part in held)
     sources, targets, members, weights = [], [], [], []
-    for index, group in enumerate(held):
-        source, target, weight = _flows(group, pattern)
-        sources.append(source)
-        targets.append(target)
-        weights.append(weight)
-        members.append(np.full(source.size, index, dtype=np.int64))
+    for part in held:
+        source, target, weight = _flows(part.ranks.shape[1], pattern)
+        sources.append(part.ranks[:, source].ravel())
+        targets.append(part.ranks[:, target].ravel())
+        weights.append(np.tile(weight, part.index.size))
+        members.append(np.repeat(part.index, source.size))
     source, target = np.concatenate(sources), np.concatenate(targets)
     if not source.size:
-        return [GroupRate(bytes_per_s=math.inf, binding="nothing") for _ in held]
+        return [GroupRate(bytes_per_s=math.inf, binding="nothing") for _ in range(num_groups)]
     paths = network.paths(
         placement.host[source], placement.device[source], placement.host[target], placement.device[target]
     )
@@ -143,7 +144,7 @@ def group_bandwidth(
         paths.ravel(),
         np.repeat(np.concatenate(weights), hops),
         network.capacity_bit_per_s,
-        num_variables=len(held),
+        num_variables=num_groups,
     )
     return [
         GroupRate(bytes_per_s=float(rate) / 8, binding="nothing" if link < 0 else network.link_name(int(link)))
@@ -151,18 +152,19 @@ def group_bandwidth(
     ]
 
 
-def _flows(group: Ints, pattern: Pattern) -> tuple[Ints, Ints, Floats]:
-    if group.size < 2:
-        return group[:0], group[:0], np.zeros(0)
+def _flows(size: int, pattern: Pattern) -> tuple[Ints, Ints, Floats]:
+    """Places in the group that send and receive, and the weight of each flow."""
+    places = np.arange(size, dtype=np.int64)
+    if size < 2:
+        return places[:0], places[:0], np.zeros(0)
     match pattern:
         case "ring":
-            return group, np.roll(group, -1), np.ones(group.size)
+            return places, np.roll(places, -1), np.ones(size)
         case "pairs":
-            if group.size % 2:
-                raise UsageError(f"got a group of {group.size} ranks for pairs", expected="an even number")
-            return group[0::2], group[1::2], np.ones(group.size // 2)
+            if size % 2:
+                raise UsageError(f"got a group of {size} ranks for pairs", expected="an even number")
+            return places[0::2], places[1::2], np.ones(size // 2)
         case "all_to_all":
-            source = np.repeat(group, group.size)
-            target = np.tile(group, group.size)
+            source, target = np.repeat(places, size), np.tile(places, size)
             others = source != target
-            return source[others], target[others], np.full(int(others.sum()), 1 / (group.size - 1))
+            return source[others], target[others], np.full(int(others.sum()), 1 / (size - 1))

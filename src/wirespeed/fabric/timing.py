@@ -23,7 +23,7 @@ from wirespeed.fabric.calibrated import Calibrated, find_curve
 from wirespeed.fabric.network import Floats, Ints, network_of
 from wirespeed.fabric.patterns import Layout, Operation
 from wirespeed.fabric.phases import Timed, time_phases
-from wirespeed.fabric.placement import Placement, check_groups
+from wirespeed.fabric.placement import Groups, Placement, stack_groups
 from wirespeed.fabric.schedules import Algorithm, algorithms, merge, phases
 from wirespeed.fabric.topology import Fabric
 from wirespeed.spec.workload import Origin
@@ -129,7 +129,7 @@ def prepare(
     operation: Operation,
     placement: Placement,
     *,
-    groups: Sequence[Ints] | None = None,
+    groups: Sequence[Ints] | Ints | None = None,
     algorithm: str = "auto",
     backend: str = "any",
     dtype: str = "float32",
@@ -145,14 +145,15 @@ def prepare(
     """
     if not 0 < share <= 1:
         raise UsageError(f"got a share of {share} of the links", expected="above 0, at most 1")
-    held = check_groups(placement, groups)
+    held = stack_groups(placement, groups)
     offered = algorithms(operation, backend)
     network = network_of(fabric)
-    if max(group.size for group in held) < 2:
+    num_ranks = held[0].ranks.shape[1]
+    if num_ranks < 2:
         return CollectiveModel(operation, Bound(0.0, "nothing"), (), None)
     if backend == "nccl":
-        held = [_hosts_together(placement.host[group], group) for group in held]
-    bound = max((cut_bound(network, operation, placement.host[group]) for group in held), key=lambda b: b.s_per_byte)
+        held = [Groups(_hosts_together(placement, part.ranks), part.index) for part in held]
+    bound = cut_bound(network, operation, [placement.host[part.ranks] for part in held])
     measured = (
         None
         if share < 1 or algorithm != "auto"
@@ -171,13 +172,13 @@ def prepare(
     timed = _timed(fabric, operation, placement, held, names=names, share=share, is_cold=is_cold)
     if not timed:
         raise UsageError(
-            f"algorithm {algorithm!r} cannot be used for {operation} over groups of {held[0].size} ranks",
+            f"algorithm {algorithm!r} cannot be used for {operation} over groups of {num_ranks} ranks",
             expected="auto" if offered[0] == algorithm else f"auto or {offered[0]}",
         )
     unknown = next((found.unknown for _, found in timed if found.unknown), "")
     if unknown:
         raise DataError(
-            f"the fabric {fabric.name!r} does not tell {unknown}, which {operation} over {held[0].size} ranks needs",
+            f"the fabric {fabric.name!r} does not tell {unknown}, which {operation} over {num_ranks} ranks needs",
             expected="the rate of each host, and a round trip or a transport, or a measured curve",
             hint="run `wirespeed bench links` and `wirespeed fabric calibrate`, or name a preset NIC",
         )
@@ -194,7 +195,7 @@ def cost(
     size_bytes: float,
     placement: Placement,
     *,
-    groups: Sequence[Ints] | None = None,
+    groups: Sequence[Ints] | Ints | None = None,
     algorithm: str = "auto",
     backend: str = "any",
     dtype: str = "float32",
@@ -202,7 +203,8 @@ def cost(
     is_cold: bool = False,
 ) -> Cost:
     """``prepare(...).cost(size_bytes)``; the models of the last fabrics and placements are kept."""
-    marks = () if groups is None else tuple(np.asarray(group, dtype=np.int64).tobytes() for group in groups)
+    parts = () if groups is None else (groups,) if isinstance(groups, np.ndarray) else groups
+    marks = tuple((np.shape(part), np.asarray(part, dtype=np.int64).tobytes()) for part in parts)
     key = (id(fabric), id(placement), operation, marks, algorithm, backend, dtype, share, is_cold)
     held = _models.get(key)
     # Fabric and placement are kept beside the model, so that their ids cannot come to mean others.
@@ -228,15 +230,23 @@ def _named(operation: Operation, algorithm: str, offered: tuple[Algorithm, ...])
     raise UsageError(f"got algorithm {algorithm!r} for {operation}", expected=f"auto, {', '.join(known)}")
 
 
-def _hosts_together(host: Ints, group: Ints) -> Ints:
-    """The group's ranks host by host, hosts in the order in which they first appear: what NCCL's search arrives at."""
-    used, first, place_of = np.unique(host, return_index=True, return_inverse=True)
-    del used
-    return group[np.argsort(first[place_of], kind="stable")]
+def _hosts_together(placement: Placement, ranks: Ints) -> Ints:
+    """The ranks (G, p) host by host, hosts in the order in which they first appear: what NCCL's search arrives at."""
+    host = placement.host[ranks]
+    changes = (host[:, 1:] != host[:, :-1]).sum(axis=1)
+    ordered = np.sort(host, axis=1)
+    scattered = np.flatnonzero(changes != (ordered[:, 1:] != ordered[:, :-1]).sum(axis=1))
+    if not scattered.size:
+        return ranks
+    together = ranks.copy()
+    for row in scattered:
+        _, first, place_of = np.unique(host[row], return_index=True, return_inverse=True)
+        together[row] = ranks[row][np.argsort(first[place_of], kind="stable")]
+    return together
 
 
 def _timed(
-    fabric: Fabric, operation: Operation, placement: Placement, groups: Sequence[Ints], *,
+    fabric: Fabric, operation: Operation, placement: Placement, groups: Sequence[Groups], *,
     names: Sequence[Algorithm], share: float, is_cold: bool,
 ) -> list[tuple[Algorithm, Timed]]:  # fmt: skip
     """Each algorithm that these groups can use, timed. Groups of other sizes run their phases beside each other."""
@@ -253,14 +263,11 @@ def _timed(
     return found
 
 
-def _layouts(fabric: Fabric, placement: Placement, groups: Sequence[Ints]) -> list[Layout]:
-    by_size: dict[int, list[Ints]] = {}
-    for group in groups:
-        by_size.setdefault(int(group.size), []).append(group)
+def _layouts(fabric: Fabric, placement: Placement, groups: Sequence[Groups]) -> list[Layout]:
+    network = network_of(fabric)
     layouts = []
-    for held in by_size.values():
-        ranks = np.stack(held)
-        host = placement.host[ranks]
-        nics = min(fabric.hosts[int(h)].num_nics for h in np.unique(host))
-        layouts.append(Layout(ranks, host, nics))
+    for part in groups:
+        if part.ranks.shape[1] > 1:
+            host = placement.host[part.ranks]
+            layouts.append(Layout(part.ranks, host, int(network.num_nics[host].min()), network.host_switch[host]))
     return layouts

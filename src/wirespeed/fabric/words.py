@@ -18,6 +18,7 @@ from wirespeed.errors import UsageError
 from wirespeed.fabric import builders, presets
 from wirespeed.fabric.builders import HostKind, Hosts
 from wirespeed.fabric.files import read_fabric
+from wirespeed.fabric.imports.inside import Inside
 from wirespeed.fabric.parts import Figure, Island, Transport
 from wirespeed.fabric.topology import Fabric
 
@@ -66,16 +67,20 @@ _SHAPE_KEYS: dict[str, dict[str, str]] = {
 def load_fabric(text_or_path: str | Path) -> Fabric:
     """A fabric from a fabric.toml or from one line. Raises UsageError or DataError, saying what is wrong.
 
-    What names an existing file, or ends in .toml, is a file; everything else is a line.
+    What names an existing file, or ends in .toml, is a file; what begins with a shape is a line.
     """
     text = str(text_or_path)
-    if isinstance(text_or_path, Path) or text.endswith(".toml") or _is_file(text):
+    is_line = text.split(maxsplit=1)[:1] != [] and text.split(maxsplit=1)[0] in SHAPES
+    if text.endswith(".toml") or _is_file(text) or (isinstance(text_or_path, Path) and not is_line):
         return read_fabric(text)
     return parse_words(text)
 
 
-def parse_words(text: str) -> Fabric:
-    """The fabric that one line describes. Raises UsageError naming the word that is wrong."""
+def parse_words(text: str, *, inside: Inside | None = None) -> Fabric:
+    """The fabric that one line describes. Raises UsageError naming the word that is wrong.
+
+    ``inside``: what a file told of the hosts' devices and NICs; words of the line outrank it.
+    """
     try:
         words = shlex.split(text)
     except ValueError as fault:
@@ -89,7 +94,7 @@ def parse_words(text: str) -> Fabric:
             hint=f"did you mean {close[0]}?" if close else f"for example {EXAMPLE}",
         )
     shape, given = words[0], _Given(words[0], words[1:])
-    hosts = _hosts(given, text)
+    hosts = _hosts(given, text, inside)
     match shape:
         case "star":
             fabric = builders.star(hosts)
@@ -197,7 +202,13 @@ class _Given:
         return value
 
 
-def _hosts(given: _Given, text: str) -> Hosts:
+def parse_host(text: str, *, inside: Inside | None = None) -> HostKind:
+    """One kind of host from the words of a line that are about hosts: ``nic=400g-ib nics=8 island=nvlink4``."""
+    given = _Given("star", [*shlex.split(text), "hosts=1"])
+    return _hosts(given, text, inside).kinds[0][1]
+
+
+def _hosts(given: _Given, text: str, inside: Inside | None = None) -> Hosts:
     if "nic" not in given.values and "rate" not in given.values:
         raise UsageError(
             "got a fabric without a NIC", expected="nic=... or rate=...", hint=f"NICs: {', '.join(presets.NICS)}"
@@ -216,8 +227,8 @@ def _hosts(given: _Given, text: str) -> Hosts:
             raise UsageError(f"got hosts={wanted} and NICs for {sum(counts)} hosts", expected="the same number")
     if sum(counts) > MAX_HOSTS:
         raise UsageError(f"got {sum(counts)} hosts", expected=f"at most {MAX_HOSTS}")
-    island = _island(given)
-    kinds = [_kind(given, name, island, is_mixed=len(mixed) > 1) for _, name in mixed]
+    island = _island(given, inside)
+    kinds = [_kind(given, name, island, inside, is_mixed=len(mixed) > 1) for _, name in mixed]
     return Hosts(
         kinds=tuple(zip(counts, kinds, strict=True)),
         name=given.text("name", text),
@@ -234,7 +245,9 @@ def _mixed(nics: str) -> list[tuple[int | None, str]]:
     return found
 
 
-def _island(given: _Given) -> Island | None:
+def _island(given: _Given, inside: Inside | None) -> Island | None:
+    if inside is not None and "island" not in given.values:
+        return inside.island
     name = given.text("island", "none")
     if name == "none":
         return None
@@ -243,9 +256,10 @@ def _island(given: _Given) -> Island | None:
     return msgspec.structs.replace(held, num_devices=devices) if devices < held.num_devices else held
 
 
-def _kind(given: _Given, nic: str, island: Island | None, *, is_mixed: bool) -> HostKind:
-    num_nics = given.count("nics", 1)
-    devices = given.count("devices", 1 if island is None else island.num_devices)
+def _kind(given: _Given, nic: str, island: Island | None, inside: Inside | None, *, is_mixed: bool) -> HostKind:
+    num_nics = given.count("nics", 1 if inside is None else inside.num_nics)
+    own = 1 if island is None else island.num_devices
+    devices = given.count("devices", own if inside is None else inside.num_devices)
     rate = given.parsed("rate", units.parse_rate)
     latency_s = given.parsed("latency", units.parse_duration)
     price = given.parsed("price", _number)
