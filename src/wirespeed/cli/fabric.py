@@ -155,8 +155,10 @@ def _facts(fabric: Fabric) -> list[tuple[str, str]]:
     if known and len(known) == len(prices):
         facts.append(("price", f"{sum(known):,.0f} {fabric.currency} (assumed unless you gave it)"))
     figures = {host.rate_bit_per_s for host in fabric.hosts if host.rate_bit_per_s is not None}
-    for figure in sorted(figures, key=lambda f: (-f.value, f.source)):
-        facts.append(("NIC", f"{units.format_rate(figure.value)} {figure.origin}{_source(figure.source)}"))
+    facts += [
+        ("NIC", f"{units.format_rate(figure.value)} {figure.origin}{_source(figure.source)}")
+        for figure in sorted(figures, key=lambda f: (-f.value, f.source))
+    ]
     for transport in fabric.transports:
         latency = transport.latency_s
         text = f"latency {units.format_duration(latency.value)} {latency.origin}{_source(latency.source)}"

@@ -98,9 +98,7 @@ def _inside(source: str, text: str, path: Path, shape: str | None) -> Fabric:
     island = "nothing" if found.island is None else found.island.name
     say(f"found {found.num_devices} devices on {island}, {found.num_nics} NICs")
     if found.nic_line_bit_per_s is not None:
-        say(
-            f"the NICs' line rate is {units.format_rate(found.nic_line_bit_per_s)}; what they carry is less: bench links"
-        )
+        say(f"the NICs' line rate is {units.format_rate(found.nic_line_bit_per_s)}; goodput is less")
     for note in found.notes:
         say(f"note: {note}")
     if shape is None:
@@ -151,7 +149,8 @@ def nics(
     """
     from wirespeed.fabric.presets import CURRENCY, NICS, transfer_table
 
-    rows = transfer_table(units.parse_size(size), tuple(NICS))
+    size_bytes = units.parse_size(size)
+    rows = transfer_table(size_bytes, tuple(NICS))
     if as_json:
         entries: list[dict[str, Any]] = [
             {

@@ -40,8 +40,8 @@ def draw(fabric: Fabric) -> Branch:
     """The tree of a fabric, from its spine down."""
     by_rack: dict[str, list[Host]] = {}
     for host in fabric.hosts:
-        for switch in dict.fromkeys(host.switches or (host.rack,)):
-            by_rack.setdefault(switch, []).append(host)
+        for at in dict.fromkeys(host.switches or (host.rack,)):
+            by_rack.setdefault(at, []).append(host)
     if fabric.dragonfly is not None:
         return _dragonfly(fabric, by_rack)
     if not fabric.switches:

@@ -120,7 +120,7 @@ def time_phases(
     for part in parts:
         by_link[part.binding] = by_link.get(part.binding, 0.0) + float(part.s_per_byte[-1])
     binding = max(by_link, key=lambda link: by_link[link])
-    rate = 8 * slow.weight / slow.s_per_byte[-1] if slow.s_per_byte[-1] > 0 else math.inf
+    rate = float(8 * slow.weight / slow.s_per_byte[-1]) if slow.s_per_byte[-1] > 0 else math.inf
     crosses = any(part.crosses for part in parts)
     return Timed(
         alpha_s=np.array([part.alpha_s for part in parts]),

@@ -22,7 +22,8 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   max-width: 1200px; padding: 0 1rem; }
 .picture { overflow-x: auto; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 svg .detail { fill: var(--soft); font-size: 11px; } table { border-collapse: collapse; margin-top: 1.5rem; }
-td, th { text-align: left; padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
+td, th { text-align: left; padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1px solid var(--grid);
+  vertical-align: top; }
 """
 
 

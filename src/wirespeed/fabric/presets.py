@@ -2,7 +2,8 @@
 
 A NIC's rate is what a point-to-point transfer with enough streams reaches, not its line rate; what one stream, and what
 the best collective reaches, stand in its transport. Figures marked ``assumed`` are scaled from a neighbour. Latencies
-per step of GPU collectives are those of NCCL's own tuner. Prices are assumptions to be replaced: ``price=`` in a
+per step of GPU collectives are those of NCCL's own tuner. Prices are guesses of 2026 for a port with its cable and its
+share of a switch: assumptions to be replaced: ``price=`` in a
 one-line fabric, ``price`` of a host in fabric.toml. All of it is wrong for a network that is set up wrongly, and
 `wirespeed bench` finds that out.
 """
@@ -16,15 +17,16 @@ from wirespeed.errors import UsageError
 from wirespeed.fabric.parts import Figure, Island, Protocol, Transport
 from wirespeed.spec.workload import Origin
 
-E6 = "mission table: TCP over 100GbE against InfiniBand HDR, 128 MB of gradients, 2024"
+E6 = "FEATURES E6, a published comparison for 128 MB of gradients (undated): 100GbE TCP against InfiniBand HDR"
 DDL = "HKBU ddl-benchmarks, results of 2020-05-29 (arXiv 2005.13247): ring bus bandwidth over 8 to 32 GPUs"
-MG_WFBP = "MG-WFBP distributed_optimizer.py, 2020: measured all-reduce start-up per ring step"
-NCCL_TUNING = "NVIDIA/nccl src/graph/tuning.cc, 2.2x, read 2025: hop latencies of the ring, and topo.h"
+MG_WFBP = "MG-WFBP distributed_optimizer.py, read 2026: measured all-reduce start-up, per ring step"
+NCCL_TUNING = "NVIDIA/nccl src/graph/tuning.cc and topo.h, read 2026"
 BYTEPS = "BytePS, OSDI 2020: point-to-point RDMA 90 Gbit/s on 100GbE"
 FRAMES = "IEEE 802.3 framing: 1448 payload bytes of 1538 on the wire"
 SLOW_START = "RFC 6928 (2013): ten segments of 1448 bytes"
-SCALED = "scaled from the next slower generation, 2025"
-PRICED = "list-price guess per port with cable and share of a switch, 2025; override it"
+IBTA = "InfiniBand roadmap of the IBTA, read 2026: line rate of four lanes"
+BETWEEN = "our guess, 2026: between InfiniBand and TCP"
+SCALED = "scaled from the next slower generation (our guess, 2026)"
 
 NET_PROTOCOLS = (
     Protocol(name="LL", hop_s=2.7e-6, factor=0.5),
@@ -92,8 +94,8 @@ def _rdma(
 
 
 _ONE_STREAM = _figure(20e9, f"{DDL}; 15 to 21 Gbit/s over one socket")
-_NDR = "nccl-tests issue 290, 2025: 46 to 48 GB/s per NDR NIC"
-_HDR = "nccl-tests issue 119, 2022: 24 GB/s per HDR NIC is the peak"
+_NDR = "nccl-tests issue 290, read 2026: collectives reach 46 to 48 GB/s per NIC"
+_HDR = "nccl-tests issue 119, read 2026: collectives reach 24 GB/s per NIC"
 
 NICS: dict[str, NicPreset] = {
     preset.name: preset
@@ -110,19 +112,19 @@ NICS: dict[str, NicPreset] = {
              flow=_ONE_STREAM),
         _rdma("25g-roce", 25, _figure(22.5e9, SCALED, "assumed"), latency_s=_figure(2.5e-6, SCALED, "assumed"),
               share=0.9, switch_s=0.6e-6, price=600),
-        _rdma("100g-roce", 100, _figure(90e9, BYTEPS), latency_s=_figure(2e-6, "vendor figures, 2020", "assumed"),
+        _rdma("100g-roce", 100, _figure(90e9, BYTEPS), latency_s=_figure(2e-6, BETWEEN, "assumed"),
               share=0.9, switch_s=0.6e-6, price=1700),
         _rdma("200g-roce", 200, _figure(180e9, SCALED, "assumed"), latency_s=_figure(2e-6, SCALED, "assumed"),
               share=0.9, switch_s=0.6e-6, price=2800),
         _rdma("400g-roce", 400, _figure(368e9, SCALED, "assumed"), latency_s=_figure(2e-6, SCALED, "assumed"),
               share=0.95, switch_s=0.6e-6, price=4600),
-        _rdma("100g-ib", 100, _figure(100e9, "InfiniBand EDR, 2015: 12.5 GB/s"), share=0.96, switch_s=0.13e-6,
+        _rdma("100g-ib", 100, _figure(100e9, f"{IBTA}, EDR: 12.5 GB/s"), share=0.96, switch_s=0.13e-6,
               price=1600, latency_s=_figure(1.2e-6, SCALED, "assumed")),
         _rdma("200g-ib", 200, _figure(200e9, f"{E6}: 25 GB/s; {_HDR}"), share=0.96, switch_s=0.13e-6, price=2900,
               latency_s=_figure(1.2e-6, E6)),
-        _rdma("400g-ib", 400, _figure(400e9, f"InfiniBand NDR, 2022: 50 GB/s; {_NDR}"), share=0.94, switch_s=0.13e-6,
+        _rdma("400g-ib", 400, _figure(400e9, f"{IBTA}, NDR: 50 GB/s; {_NDR}"), share=0.94, switch_s=0.13e-6,
               price=5200, latency_s=_figure(1.2e-6, SCALED, "assumed")),
-        _rdma("800g-ib", 800, _figure(800e9, f"InfiniBand XDR, 2024: 100 GB/s; {SCALED}", "assumed"), share=0.94,
+        _rdma("800g-ib", 800, _figure(800e9, f"{IBTA}, XDR: 100 GB/s; {SCALED}", "assumed"), share=0.94,
               switch_s=0.13e-6, price=9500, latency_s=_figure(1.2e-6, SCALED, "assumed")),
     )
 }  # fmt: skip

@@ -38,12 +38,12 @@ def read_topology_conf(
         try:
             nodes = expand(fields["nodes"]) if "nodes" in fields else ()
             below = expand(fields["switches"]) if "switches" in fields else ()
-            switches = expand(name)
+            named = expand(name)
         except UsageError as fault:
             raise DataError(f"{source}: line {number}: {fault.problem}", expected=fault.expected) from fault
-        if len(switches) != 1 or (not nodes and not below):
+        if len(named) != 1 or (not nodes and not below):
             raise DataError(
-                f"{source}: line {number} names {len(switches)} switches with nothing below",
+                f"{source}: line {number} names {len(named)} switches with nothing below",
                 expected="one, with Nodes= or Switches=",
             )
         if name in order:
