@@ -92,6 +92,7 @@ class Network:
     def _make_islands(self) -> None:
         hosts, islands = self.fabric.hosts, {island.name: island for island in self.fabric.islands}
         held = [islands.get(host.island) for host in hosts]
+        self._has_islands = any(island is not None for island in held)
         self.is_bus = np.array([i is not None and i.kind == "bus" for i in held])
         self.is_switch = np.array([i is not None and i.kind == "switch" for i in held])
         self._island_size = np.array([10**9 if i is None else i.num_devices for i in held], dtype=np.int64)
@@ -189,22 +190,26 @@ class Network:
         source_id = self._device_base[source_host] + source_device
         target_id = self._device_base[target_host] + target_device
         moves = is_local & (source_device != target_device)
-        size = self._island_size[source_host]
-        crosses = moves & (source_device // size != target_device // size)
-        columns = [
-            np.where(moves | is_relayed, self._device_out + source_id, none),
-            np.where(moves, self._device_in + target_id, none),
-            np.where((moves | ~is_local) & self.is_bus[source_host], self._bus + source_host, none),
-            np.where(~is_local & self.is_bus[target_host], self._bus + target_host, none),
-            np.where(crosses, self._cross + source_host, none),
+        columns: list[Ints] = []
+        if self._has_islands:
+            size = self._island_size[source_host]
+            crosses = moves & (source_device // size != target_device // size)
+            columns = [
+                np.where(moves | is_relayed, self._device_out + source_id, none),
+                np.where(moves, self._device_in + target_id, none),
+                np.where((moves | ~is_local) & self.is_bus[source_host], self._bus + source_host, none),
+                np.where(~is_local & self.is_bus[target_host], self._bus + target_host, none),
+                np.where(crosses, self._cross + source_host, none),
+            ]
+        columns += [
             np.where(is_local, none, self._nic_out + out_id),
             np.where(is_local, none, self._nic_in + in_id),
         ]
-        between = self._between(self.nic_switch[out_id], self.nic_switch[in_id], out_id, in_id)
-        stacked = np.stack([*columns, *between], axis=1)
-        stacked[is_local, len(columns) :] = none
-        used = (stacked != none).any(axis=0)
-        return stacked[:, used] if used.any() else stacked[:, :1]
+        for column in self._between(self.nic_switch[out_id], self.nic_switch[in_id], out_id, in_id):
+            column[is_local] = none
+            columns.append(column)
+        kept = [column for column in columns if (column != none).any()]
+        return np.stack(kept or columns[:1], axis=1)
 
     def _nic(self, host: Ints, device: Ints) -> Ints:
         return device * self.num_nics[host] // self.num_devices[host]

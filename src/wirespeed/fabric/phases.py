@@ -114,7 +114,11 @@ def time_phases(
                     is_cold=is_cold,
                 )
             )  # fmt: skip
-    hosts = np.unique(placement.host[np.concatenate([phase.source for phase in found])])
+    takes_part = np.zeros(len(fabric.hosts), dtype=bool)
+    for phase in found:
+        takes_part[placement.host[phase.source]] = True
+        takes_part[placement.host[phase.target]] = True
+    hosts = np.flatnonzero(takes_part)
     slow = parts[longest]
     by_link: dict[int, float] = {}
     for part in parts:
@@ -132,7 +136,7 @@ def time_phases(
         host_bytes=float(sent.max()),
         effective_bit_per_s=rate,
         weight=sum(part.weight for part in parts),
-        origin=_origin(fabric, hosts),
+        origin="assumed" if speeds.is_assumed[hosts].any() else "declared",
         unknown=_unknown(fabric, speeds, hosts) if crosses else "",
         tcp=tuple(tcp),
     )
@@ -164,33 +168,46 @@ def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: P
     s_per_byte = took.max(axis=1) if used.size else np.zeros(capacity.shape[0])
     binding = int(used[np.argmax(took[-1])]) if used.size and s_per_byte[-1] > 0 else -1
     crosses = source != target
-    limit = np.minimum(speeds.flow_bit_per_s[source], speeds.flow_bit_per_s[target])
-    alone = float(np.where(crosses, 8 * phase.weight / phase.stands_for / limit, 0.0).max())
+    has_net = bool(crosses.any())
+    alone = 0.0
+    transport, hop_s = None, np.zeros(len(speeds.protocols))
+    if has_net:
+        limit = np.minimum(speeds.flow_bit_per_s[source], speeds.flow_bit_per_s[target])
+        alone = float(np.where(crosses, 8 * phase.weight / phase.stands_for / limit, 0.0).max())
+        far = np.flatnonzero(crosses)
+        hop_s, transport = _hops(network, speeds, paths[far], source[far], target[far], is_mean=phase.is_round)
     if alone > s_per_byte[-1]:
         binding = -1
-    s_per_byte = np.maximum(s_per_byte, alone)
-    transport, hop_s = None, np.zeros(len(speeds.protocols))
-    if crosses.any():
-        far = np.flatnonzero(crosses)
-        switches = network.is_between_switches[paths[far]].sum(axis=1)
-        extra = np.maximum(speeds.switch_s[source[far]], speeds.switch_s[target[far]]) * switches
-        hops = np.maximum(speeds.net_hop_s[:, source[far]], speeds.net_hop_s[:, target[far]]) + extra
-        hop_s = hops.mean(axis=1) if phase.is_round else hops.max(axis=1)
-        slowest = int(far[np.argmax(hops[-1])])
-        at = source if speeds.net_hop_s[-1, source[slowest]] >= speeds.net_hop_s[-1, target[slowest]] else target
-        transport = speeds.transport[int(at[slowest])]
-    local_s = speeds.local_hop_s[:, source].max(axis=1)
-    into = np.bincount(paths.ravel(), minlength=num_links)[network.is_nic_in]
+    local_s = speeds.local_hop_s[:, 0] if speeds.is_uniform else speeds.local_hop_s[:, source].max(axis=1)
+    fan_in = 1
+    if transport is not None and transport.buffer_bytes is not None and not phase.is_round:
+        fan_in = max(1, int(np.bincount(paths.ravel(), minlength=num_links)[network.is_nic_in].max()))
     return _Part(
         alpha_s=phase.net_steps * hop_s + phase.local_steps * local_s,
-        s_per_byte=s_per_byte,
+        s_per_byte=np.maximum(s_per_byte, alone),
         load=load,
         weight=float(phase.weight.max()),
         binding=binding,
-        fan_in=int(into.max()) if phase.net_steps and not phase.is_round else 1,
+        fan_in=fan_in,
         transport=transport,
-        crosses=bool(crosses.any()),
+        crosses=has_net,
     )
+
+
+def _hops(
+    network: Network, speeds: Speeds, paths: Ints, source: Ints, target: Ints, *, is_mean: bool
+) -> tuple[Floats, Transport | None]:
+    """Seconds per hop (K,) of flows between hosts, the mean or the slowest, and the slowest one's transport."""
+    extra = network.is_between_switches[paths].sum(axis=1)
+    if speeds.is_uniform:
+        switches = extra.mean() if is_mean else extra.max()
+        return speeds.net_hop_s[:, source[0]] + speeds.switch_s[source[0]] * switches, speeds.transport[int(source[0])]
+    extra_s = np.maximum(speeds.switch_s[source], speeds.switch_s[target]) * extra
+    hops = np.maximum(speeds.net_hop_s[:, source], speeds.net_hop_s[:, target]) + extra_s
+    slowest = int(np.argmax(hops[-1]))
+    ends = (int(source[slowest]), int(target[slowest]))
+    at = max(ends, key=lambda host: float(speeds.net_hop_s[-1, host]))
+    return (hops.mean(axis=1) if is_mean else hops.max(axis=1)), speeds.transport[at]
 
 
 def _words(network: Network, link: int, s_per_byte: float) -> str:
@@ -199,15 +216,8 @@ def _words(network: Network, link: int, s_per_byte: float) -> str:
     return "what one connection reaches" if s_per_byte > 0 else "nothing"
 
 
-def _origin(fabric: Fabric, hosts: Ints) -> Origin:
-    origins = {h.rate_bit_per_s.origin for h in (fabric.hosts[int(i)] for i in hosts) if h.rate_bit_per_s is not None}
-    return "assumed" if "assumed" in origins or not origins else "declared"
-
-
 def _unknown(fabric: Fabric, speeds: Speeds, hosts: Ints) -> str:
-    for host in hosts:
-        if fabric.hosts[int(host)].rate_bit_per_s is None:
-            return f"the rate of host {fabric.hosts[int(host)].name!r}"
-    if np.isnan(speeds.net_hop_s[:, hosts]).any():
-        return "a round trip or a transport"
-    return ""
+    dark = hosts[~speeds.is_known[hosts]]
+    if dark.size:
+        return f"the rate of host {fabric.hosts[int(dark[0])].name!r}"
+    return "a round trip or a transport" if np.isnan(speeds.net_hop_s[:, hosts]).any() else ""

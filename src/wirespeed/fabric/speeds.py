@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from wirespeed.fabric.network import Floats, Network
 from wirespeed.fabric.parts import Protocol, Transport, way
@@ -34,6 +35,11 @@ class Speeds:
     link_share: Floats
     """Of each link's capacity, what collectives reach at best, (L + 1,)."""
     transport: tuple[Transport | None, ...]
+    is_uniform: bool
+    """All hosts speak one transport and hold one kind of island: a hop is the same from every one."""
+    is_known: npt.NDArray[np.bool_]
+    """Whether a host's rate is known, (H,)."""
+    is_assumed: npt.NDArray[np.bool_]
 
 
 @lru_cache(maxsize=8)
@@ -76,4 +82,7 @@ def speeds_of(network: Network) -> Speeds:
         launch_s=np.array([0.0 if t is None else t.launch_s for t in held]),
         link_share=link_share,
         transport=held,
+        is_uniform=len({id(t) for t in held}) == 1 and len({id(i) for i in used_islands}) == 1,
+        is_known=np.array([host.rate_bit_per_s is not None for host in fabric.hosts]),
+        is_assumed=np.array([h.rate_bit_per_s is None or h.rate_bit_per_s.origin == "assumed" for h in fabric.hosts]),
     )

@@ -124,6 +124,10 @@ class CollectiveModel:
         )
 
 
+_models: OrderedDict[tuple[object, ...], tuple[Fabric, Placement, CollectiveModel]] = OrderedDict()
+_MAX_MODELS = 64
+
+
 def prepare(
     fabric: Fabric,
     operation: Operation,
@@ -141,8 +145,35 @@ def prepare(
     ``backend``: gloo and nccl use the algorithms that they have, "any" the best of all; it also names whose measured
     curves count (any: whichever the fabric holds). ``algorithm``: one by name, or auto. ``share``: part of every link
     that other traffic leaves. ``is_cold``: connections were idle, so that TCP starts slowly.
+    The models of the last fabrics and placements are kept: ask with the same objects, and asking again is cheap.
     Raises UsageError for what cannot be asked, DataError where the fabric tells neither rates nor a curve.
     """
+    parts = () if groups is None else (groups,) if isinstance(groups, np.ndarray) else groups
+    marks = tuple((np.shape(part), np.asarray(part, dtype=np.int64).tobytes()) for part in parts)
+    key = (id(fabric), id(placement), operation, marks, algorithm, backend, dtype, share, is_cold)
+    held = _models.get(key)
+    # Fabric and placement are kept beside the model, so that their ids cannot come to mean others.
+    if held is None or held[0] is not fabric or held[1] is not placement:
+        ask = _Ask(operation, algorithm, backend, dtype, share, is_cold)
+        held = _models[key] = (fabric, placement, _model(fabric, placement, groups, ask))
+        while len(_models) > _MAX_MODELS:
+            _models.popitem(last=False)
+    _models.move_to_end(key)
+    return held[2]
+
+
+@dataclass(frozen=True)
+class _Ask:
+    operation: Operation
+    algorithm: str
+    backend: str
+    dtype: str
+    share: float
+    is_cold: bool
+
+
+def _model(fabric: Fabric, placement: Placement, groups: Sequence[Ints] | Ints | None, ask: _Ask) -> CollectiveModel:
+    operation, algorithm, backend, share, is_cold = ask.operation, ask.algorithm, ask.backend, ask.share, ask.is_cold
     if not 0 < share <= 1:
         raise UsageError(f"got a share of {share} of the links", expected="above 0, at most 1")
     held = stack_groups(placement, groups)
@@ -157,7 +188,7 @@ def prepare(
     measured = (
         None
         if share < 1 or algorithm != "auto"
-        else find_curve(fabric, operation, placement, held, backend=backend, dtype=dtype)
+        else find_curve(fabric, operation, placement, held, backend=backend, dtype=ask.dtype)
     )
     if measured is not None:
         native = algorithms(operation, measured.curve.backend if measured.curve.backend == "nccl" else "gloo")[0]
@@ -185,10 +216,6 @@ def prepare(
     return CollectiveModel(operation, bound, timed, None)
 
 
-_models: OrderedDict[tuple[object, ...], tuple[Fabric, Placement, CollectiveModel]] = OrderedDict()
-_MAX_MODELS = 64
-
-
 def cost(
     fabric: Fabric,
     operation: Operation,
@@ -202,22 +229,12 @@ def cost(
     share: float = 1.0,
     is_cold: bool = False,
 ) -> Cost:
-    """``prepare(...).cost(size_bytes)``; the models of the last fabrics and placements are kept."""
-    parts = () if groups is None else (groups,) if isinstance(groups, np.ndarray) else groups
-    marks = tuple((np.shape(part), np.asarray(part, dtype=np.int64).tobytes()) for part in parts)
-    key = (id(fabric), id(placement), operation, marks, algorithm, backend, dtype, share, is_cold)
-    held = _models.get(key)
-    # Fabric and placement are kept beside the model, so that their ids cannot come to mean others.
-    if held is None or held[0] is not fabric or held[1] is not placement:
-        model = prepare(
-            fabric, operation, placement, groups=groups, algorithm=algorithm, backend=backend, dtype=dtype, share=share,
-            is_cold=is_cold,
-        )  # fmt: skip
-        held = _models[key] = (fabric, placement, model)
-        while len(_models) > _MAX_MODELS:
-            _models.popitem(last=False)
-    _models.move_to_end(key)
-    return held[2].cost(size_bytes)
+    """``prepare(...).cost(size_bytes)``."""
+    model = prepare(
+        fabric, operation, placement, groups=groups, algorithm=algorithm, backend=backend, dtype=dtype, share=share,
+        is_cold=is_cold,
+    )  # fmt: skip
+    return model.cost(size_bytes)
 
 
 def _named(operation: Operation, algorithm: str, offered: tuple[Algorithm, ...]) -> tuple[Algorithm, ...]:
