@@ -63,10 +63,15 @@ def rail_strategies(fabric: Fabric) -> Iterator[dict[str, Any]]:
 
 
 def run(line: str, strategies: Any, limit: int) -> tuple[float, int]:
-    """Seconds to build the fabric and answer, and how many answers fell below their bound (none may)."""
+    """Seconds to build the fabric and answer 200, and how many answers fell below their bound (none may).
+
+    Of fewer than 200 the time of the answers, not that of the fabric, is scaled up.
+    """
     start = time.perf_counter()
     fabric = parse_words(line)
     network_of(fabric)
+    built_s = time.perf_counter() - start
+    start = time.perf_counter()
     wrong = 0
     for answered, strategy in enumerate(strategies(fabric)):
         if answered == limit:
@@ -75,7 +80,7 @@ def run(line: str, strategies: Any, limit: int) -> tuple[float, int]:
         model = prepare(fabric, operation, placement, **strategy)
         times = model.seconds(SIZES)
         wrong += int((times < SIZES * model.bound.s_per_byte).any() or (np.diff(times) < 0).any())
-    return time.perf_counter() - start, wrong
+    return built_s + (time.perf_counter() - start) * NUM_STRATEGIES / limit, wrong
 
 
 def ring(num_hosts: int) -> float:
@@ -94,24 +99,23 @@ def main() -> int:
     flat = [run(FAT_TREE, flat_strategies, limit) for _ in range(rounds)]
     rails = [run(RAILS, rail_strategies, limit) for _ in range(rounds)]
     rings = [ring(65_536) for _ in range(rounds)]
-    scale = NUM_STRATEGIES / limit
     results = {
         "fat_tree_s": [seconds for seconds, _ in flat],
         "rails_s": [seconds for seconds, _ in rails],
         "ring_65536_s": rings,
-        "strategies": limit,
+        "strategies_run": limit,
         "sizes_per_strategy": int(SIZES.size),
     }
     print(f"{'what':58} {'seconds, each run'}")
     for what, key in (
-        (f"{limit} strategies, {NUM_HOSTS} hosts, fat-tree 2:1, 2:1", "fat_tree_s"),
-        (f"{limit} strategies, {NUM_HOSTS} hosts x 8 devices, rails", "rails_s"),
+        (f"{NUM_STRATEGIES} strategies, {NUM_HOSTS} hosts, fat-tree 2:1, 2:1", "fat_tree_s"),
+        (f"{NUM_STRATEGIES} strategies, {NUM_HOSTS} hosts x 8 devices, rails", "rails_s"),
         ("one random ring, 65,536 hosts, fat-tree 4:1, 2:1", "ring_65536_s"),
     ):
         print(f"{what:58} {', '.join(f'{seconds:.2f}' for seconds in results[key])}")
     bars = [
-        Bar("plan_speed.fat_tree_s", float(np.median([s for s, _ in flat])) * scale, 5.0, at_least=False),
-        Bar("plan_speed.rails_s", float(np.median([s for s, _ in rails])) * scale, 5.0, at_least=False),
+        Bar("plan_speed.fat_tree_s", float(np.median([s for s, _ in flat])), 5.0, at_least=False),
+        Bar("plan_speed.rails_s", float(np.median([s for s, _ in rails])), 5.0, at_least=False),
         Bar("plan_speed.ring_65536_s", float(np.median(rings)), 2.0, at_least=False),
         Bar("plan_speed.wrong_answers", sum(wrong for _, wrong in [*flat, *rails]), 0, at_least=False),
     ]

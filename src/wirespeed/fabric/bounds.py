@@ -16,6 +16,9 @@ import numpy.typing as npt
 from wirespeed.fabric.network import Floats, Ints, Network
 from wirespeed.fabric.patterns import Operation
 
+MAX_CELLS = 1 << 22
+"""Groups times cuts that are counted at once: 32 MiB of numbers."""
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -39,15 +42,22 @@ def cut_bound(network: Network, operation: Operation, hosts: Sequence[Ints]) -> 
         is_single = (host == host[:, :1]).all(axis=1)
         inside = _inside(network, operation, host[is_single], host.shape[1])
         best = max(best, inside, key=lambda bound: bound.s_per_byte)
-        for row in host[~is_single]:
-            used, counts = np.unique(row, return_counts=True)
-            crossed[used] += crossing(operation, counts, row.size, used == row[0])
-            together = 2 * (used.size - 1) / float(capacity[used].sum()) if operation == "all_reduce" else 0.0
-            if together > best.s_per_byte:
-                best = Bound(together, "NICs of all hosts together")
-            below, has_root = network.ranks_below(row), network.ranks_below(row[:1]) > 0
-            is_cut = (below > 0) & (below < row.size)
-            cut += np.where(is_cut, crossing(operation, below, row.size, has_root), 0.0)
+        rows = max(1, MAX_CELLS // max(1, cut.size))
+        wide = host[~is_single]
+        for start in range(0, wide.shape[0], rows):
+            part = wide[start : start + rows]
+            size = part.shape[1]
+            key = np.arange(part.shape[0], dtype=np.int64)[:, None] * capacity.size + part
+            held, counts = np.unique(key, return_counts=True)
+            row, used = np.divmod(held, capacity.size)
+            np.add.at(crossed, used, crossing(operation, counts, size, used == part[row, 0]))
+            if operation == "all_reduce":
+                members = np.bincount(row)
+                together = float((2 * (members - 1) / np.bincount(row, weights=capacity[used])).max())
+                best = max(best, Bound(together, "NICs of all hosts together"), key=lambda bound: bound.s_per_byte)
+            below, has_root = network.ranks_below(part), network.ranks_below(part[:, :1]) > 0
+            is_cut = (below > 0) & (below < size)
+            cut += np.where(is_cut, crossing(operation, below, size, has_root), 0.0).sum(axis=0)
     for seconds, name in (
         (crossed / capacity, lambda at: f"NICs of host {network.fabric.hosts[at].name}"),
         (8 * cut / network.cut_bit_per_s, network.cut_name),

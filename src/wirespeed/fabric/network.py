@@ -145,6 +145,7 @@ class Network:
         self._lanes = np.array(parallel, dtype=np.int64)
         if fabric.spread == "packets":
             self._lanes = np.ones_like(self._lanes)
+        self._is_hashed = bool((self._lanes > 1).any())
         self._lane_base = np.concatenate([[0], np.cumsum(self._lanes)])
         share = np.repeat(np.array(rates) / self._lanes, self._lanes)
         self._up = self._add("up", share)
@@ -219,14 +220,18 @@ class Network:
             return self._across_dragonfly(source, target, source_nic, target_nic)
         columns: list[Ints] = []
         left, right = source.copy(), target.copy()
-        salt = (source_nic * 0x9E3779B1 + target_nic * 0x85EBCA77) & 0x7FFFFFFF
-        hashed = (salt ^ (salt >> 15)) * 0x2C1B3C6D & 0x7FFFFFFF
-        hashed ^= hashed >> 12
-        while (left != right).any():
-            deeper = (left != right) & (self._depth[left] >= self._depth[right])
-            shallower = (left != right) & (self._depth[right] >= self._depth[left])
+        lane: Ints | int = 0
+        if self._is_hashed:
+            salt = (source_nic * 0x9E3779B1 + target_nic * 0x85EBCA77) & 0x7FFFFFFF
+            lane = (salt ^ (salt >> 15)) * 0x2C1B3C6D & 0x7FFFFFFF
+            lane ^= lane >> 12
+        while (apart := left != right).any():
+            deeper = apart & (self._depth[left] >= self._depth[right])
+            shallower = apart & (self._depth[right] >= self._depth[left])
             for moves, at, base in ((deeper, left, self._up), (shallower, right, self._down)):
-                link = base + self._lane_base[at] + hashed % self._lanes[at]
+                link = base + self._lane_base[at]
+                if self._is_hashed:
+                    link = link + lane % self._lanes[at]
                 columns.append(np.where(moves, link, self.no_link))
             left = np.where(deeper, self._parent[left], left)
             right = np.where(shallower, self._parent[right], right)
@@ -267,11 +272,16 @@ class Network:
     # Cuts: what lies below each switch (tree), or in each group (dragonfly).
 
     def ranks_below(self, host: Ints) -> Ints:
-        """How many of the ranks on these hosts lie inside each cut, (cuts,)."""
+        """How many of the ranks on these hosts, (G, p), lie inside each cut: (G, cuts)."""
+        num_groups, width = host.shape
         if self.fabric.dragonfly is not None:
-            group = self.host_switch[host] // self.fabric.dragonfly.routers_per_group
-            return np.bincount(group, minlength=self.fabric.dragonfly.num_groups).astype(np.int64)
-        return self._accumulate(np.bincount(self._anchor[host], minlength=self._parent.size).astype(np.int64))
+            place, num_cuts = self.host_switch[host] // self.fabric.dragonfly.routers_per_group, self.cut_bit_per_s.size
+        else:
+            place, num_cuts = self._anchor[host], int(self._parent.size)
+        row = np.repeat(np.arange(num_groups, dtype=np.int64), width)
+        counts = np.bincount(row * num_cuts + place.ravel(), minlength=num_groups * num_cuts)
+        counts = counts.reshape(num_groups, num_cuts).astype(np.int64)
+        return counts if self.fabric.dragonfly is not None else self._accumulate(counts.T).T
 
     def cut_name(self, cut: int) -> str:
         """A cut in words."""

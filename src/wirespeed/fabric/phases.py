@@ -98,7 +98,9 @@ def time_phases(
     capacity = speeds.capacity_bit_per_s * share
     if operation != "send":
         capacity = capacity * speeds.link_share
-    parts = [_time_phase(network, speeds, placement, phase, capacity) for phase in found]
+    # Halving and doubling, and the two inner phases of a hierarchy, are the same phase twice.
+    timed = {id(phase): _time_phase(network, speeds, placement, phase, capacity) for phase in dict.fromkeys(found)}
+    parts = [timed[id(phase)] for phase in found]
     longest = max(range(len(parts)), key=lambda i: parts[i].s_per_byte[-1])
     sent = np.zeros(len(fabric.hosts))
     for part in parts:
