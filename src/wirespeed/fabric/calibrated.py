@@ -102,6 +102,7 @@ def find_curve(
         c
         for c in fabric.collectives
         if c.collective == operation
+        and not c.beside_compute
         and c.ranks_per_host == ranks_per_host
         and backend in ("any", c.backend)
         and c.num_ranks > 1

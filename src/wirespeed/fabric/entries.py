@@ -109,6 +109,7 @@ class CollectiveEntry(Entry, frozen=True, kw_only=True):
     num_ranks: int
     ranks_per_host: int = 1
     dtype: str = "float32"
+    beside_compute: bool = False
     origin: Origin = "declared"
     residual: float = 0.0
     points: list[list[str | float]]

@@ -221,6 +221,7 @@ def _collective(held: CollectiveEntry, at: _Fields) -> CollectiveCurve:
         num_ranks=held.num_ranks,
         ranks_per_host=held.ranks_per_host,
         dtype=held.dtype,
+        beside_compute=held.beside_compute,
         origin=held.origin,
         curve=at.read("points", lambda: _curve(held.points, held.residual)),
     )

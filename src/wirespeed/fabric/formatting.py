@@ -43,6 +43,7 @@ def format_fabric(fabric: Fabric) -> str:
         lines += ["", "[[collectives]]"]
         lines += _pairs(collective=c.collective, backend=c.backend, num_ranks=c.num_ranks)
         lines += _pairs(ranks_per_host=c.ranks_per_host, dtype=c.dtype, origin=c.origin)
+        lines += ["beside_compute = true"] if c.beside_compute else []
         lines += _curve_lines(c.curve)
     for k in fabric.codecs:
         lines += ["", "[[codecs]]"]
