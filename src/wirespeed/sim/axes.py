@@ -1,0 +1,42 @@
+"""What the simulator asks of a network under a layout: the time of one operation along one axis, as a protocol.
+
+All groups of an axis do the operation at the same time (all tensor groups, all data-parallel groups), so that links
+which they share are counted as shared. ``plan.axes`` makes one of a fabric; tests make one of two numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from wirespeed.errors import UsageError
+from wirespeed.sim.layout import Axis
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+
+
+class AxisCost(msgspec.Struct, frozen=True, kw_only=True):
+    """One operation. ``binding`` names the link or resource; ``uncertainty`` is relative, None where nobody knows it."""
+
+    seconds: float
+    latency_s: float = 0.0
+    lower_bound_s: float = 0.0
+    binding: str = "latency"
+    is_in_range: bool = False
+    uncertainty: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lower_bound_s <= self.seconds * (1 + 1e-9):
+            raise UsageError(f"got the cost {self!r}", expected="0 <= bound <= seconds")
+
+
+FREE = AxisCost(seconds=0.0, binding="nothing to send", is_in_range=True, uncertainty=0.0)
+
+
+class AxisCosts(Protocol):
+    """Costs of one layout on one network."""
+
+    def cost(self, axis: Axis, operation: Operation, size_bytes: float) -> AxisCost:
+        """Cost of ``operation`` of ``size_bytes`` (the convention of ``records``) in every group of ``axis``."""
+        ...
