@@ -162,6 +162,20 @@ def predict_layout(
     )
 
 
+def compute_only_s(shape: Transformer, device: Device, layout: Layout) -> float:
+    """The step on a network that costs nothing, by the closed form: never more than ``predict_layout``'s answer.
+
+    A search sorts by it and stops where it passes the best answer so far.
+    """
+    layer = layer_cost(shape, key(device), layout)
+    micro = layout.num_microbatches
+    stage_s = shape.num_layers / layout.pipeline * (layer.forward_s + layer.backward_s + layer.recompute_s)
+    head = sum(head_s(shape, device, layout))
+    # The last stage sets the pace, the others fill the pipeline.
+    fill_s = (layout.pipeline - 1) / layout.interleave * stage_s
+    return micro * (stage_s + head) + fill_s + _optimizer_s(shape, device, layout)
+
+
 def _slowdowns(slowdown: float | Sequence[float], stages: int) -> tuple[float, ...]:
     held = (float(slowdown),) * stages if isinstance(slowdown, int | float) else tuple(slowdown)
     if len(held) != stages or not all(1 <= one < math.inf for one in held):

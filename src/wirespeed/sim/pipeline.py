@@ -14,7 +14,7 @@ import msgspec
 
 from wirespeed.errors import UsageError
 
-SIMULATED_ROUNDS = 4
+SIMULATED_ROUNDS = 3
 """Rounds of as many micro-batches as there are stages; the last ones give the period."""
 
 
