@@ -43,7 +43,7 @@ def workload_of(
     """
     if batch < 1 or (samples_per_s is not None and not 0 < samples_per_s < math.inf):
         raise UsageError(f"got a batch of {batch} at {samples_per_s} samples/s", expected="both above zero")
-    times = _layer_times(model, device, batch, dtype, is_fused_attention)
+    times = layer_times(model, device, batch, dtype, is_fused_attention=is_fused_attention)
     forward_s = sum(forward for forward, _ in times)
     backward_s = sum(backward for _, backward in times)
     optimizer_s = device.stream_s(4.0 * OPTIMIZER_PASSES * model.num_parameters)
@@ -92,9 +92,10 @@ def _gradients(model: Model, backward_s: list[float], total_s: float) -> tuple[G
     return tuple(gradients)
 
 
-def _layer_times(
-    model: Model, device: Device, batch: int, dtype: str, is_fused_attention: bool
+def layer_times(
+    model: Model, device: Device, batch: int, dtype: str, *, is_fused_attention: bool = True
 ) -> list[tuple[float, float]]:
+    """Forward and backward seconds of every layer, in forward order."""
     shape = model.transformer
     if shape is None:
         return [_simple_times(layer, device, batch, dtype) for layer in model.layers]

@@ -14,8 +14,8 @@ from wirespeed.errors import UsageError
 from wirespeed.spec.device import Device
 from wirespeed.units import GIB, parse_rate, parse_size
 
-_AMPERE_SHARE = 0.755
-_HOPPER_SHARE = 0.59
+_AMPERE_SHARE = 0.74
+_HOPPER_SHARE = 0.58
 _OLDER_SHARE = 0.8
 
 

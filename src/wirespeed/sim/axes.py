@@ -6,6 +6,7 @@ which they share are counted as shared. ``plan.axes`` makes one of a fabric; tes
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, Protocol
 
 import msgspec
@@ -40,3 +41,21 @@ class AxisCosts(Protocol):
     def cost(self, axis: Axis, operation: Operation, size_bytes: float) -> AxisCost:
         """Cost of ``operation`` of ``size_bytes`` (the convention of ``records``) in every group of ``axis``."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledAxes:
+    """Costs with their parts multiplied: "twice the bandwidth" is ``wire=0.5``, no network at all 0 for both."""
+
+    costs: AxisCosts
+    wire: float = 1.0
+    latency: float = 1.0
+
+    def cost(self, axis: Axis, operation: Operation, size_bytes: float) -> AxisCost:
+        """The scaled cost; its bound scales with the wire."""
+        held = self.costs.cost(axis, operation, size_bytes)
+        latency_s = min(held.latency_s, held.seconds) * self.latency
+        seconds = latency_s + (held.seconds - min(held.latency_s, held.seconds)) * self.wire
+        return msgspec.structs.replace(
+            held, seconds=seconds, latency_s=latency_s, lower_bound_s=min(held.lower_bound_s * self.wire, seconds)
+        )
