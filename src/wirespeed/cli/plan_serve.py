@@ -54,7 +54,7 @@ def infer(
 
       wirespeed plan infer --items 1000 --item-bytes "100 KB" --item-time "2 ms" --fabric "star hosts=5 nic=1g"
 
-      wirespeed plan infer --rate 3000 --batch 32 --batch-time "5 ms" --item-time "0.1 ms" --fabric "star hosts=4 nic=10g"
+      wirespeed plan infer --rate 3000 --batch 32 --batch-time "5 ms" --item-time "0.1 ms" -f "star hosts=4 nic=10g"
     """
     from wirespeed.fabric.words import load_fabric
 
@@ -201,7 +201,7 @@ def distribute(
 
     Examples:
 
-      wirespeed plan distribute --size 140GB --fabric "tree hosts=64 rack=8 nic=100g oversubscription=4" --store "160 Gbit/s"
+      wirespeed plan distribute --size 140GB -f "tree hosts=64 rack=8 nic=100g oversubscription=4" --store 160Gbit/s
 
       wirespeed plan distribute --model llama3-70b --fabric fabric.toml --json
     """

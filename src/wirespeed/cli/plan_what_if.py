@@ -104,10 +104,8 @@ def place_ranks(
         show(
             make_table(["stage", "layers", "number", "forward and backward"], rows, title=f"{model} in {stages} stages")
         )
-        print(
-            f"slowest stage {format_duration(split.slowest_s)}, {format_percent(1 - split.slowest_s / split.even_slowest_s)} "
-            "less than with equal numbers of layers"
-        )
+        less = format_percent(1 - split.slowest_s / split.even_slowest_s)
+        print(f"slowest stage {format_duration(split.slowest_s)}, {less} less than with equal numbers of layers")
 
 
 def compare(
@@ -286,9 +284,9 @@ def sweep_sizes(
 
     Examples:
 
-      wirespeed plan sweep --model resnet50 --fabric "star hosts=16 nic=10g" --device v100 --dtype fp32 --hosts 1,2,4,8,16
+      wirespeed plan sweep --model resnet50 --fabric "star hosts=16 nic=10g" -d v100 --dtype fp32 --hosts 1,2,4,8,16
 
-      wirespeed plan sweep -m llama3-8b -f "fat-tree hosts=64 nic=400g-ib nics=8 island=nvlink4" -d h100 --html scaling.html
+      wirespeed plan sweep -m llama3-8b -f "fat-tree hosts=64 nic=400g-ib nics=8 island=nvlink4" -d h100 --html s.html
     """
     from wirespeed.cli.plan import _fidelity
     from wirespeed.cli.render import make_table, print_json, say, show

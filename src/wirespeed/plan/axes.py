@@ -23,9 +23,9 @@ from wirespeed.spec.strategy import BYTES_PER_ELEMENT, Strategy, Transfer
 
 UNMEASURED = 0.2
 """Relative uncertainty of a collective costed from presets: their efficiencies differ by this much between sites."""
-MAX_GROUPS = 96
+MAX_GROUPS = 64
 """Groups of one axis that are laid on links; of more, runs of neighbours are taken evenly."""
-RUN = 32
+RUN = 16
 """Neighbouring groups that are kept together: those of one host or two share its NICs."""
 
 
@@ -51,6 +51,18 @@ def axis_groups(layout: Layout, axis: Axis) -> list[Ints]:
     return list(rows[_sample(len(rows))])
 
 
+def _signature(layout: Layout, axis: Axis) -> tuple[int, ...]:
+    """What the groups of an axis depend on."""
+    if axis == "tensor":
+        return (layout.tensor,)
+    inner = layout.context * layout.tensor
+    if axis == "pipeline":
+        return (layout.pipeline, layout.num_ranks)
+    if axis == "expert":
+        return (layout.pipeline, layout.data, layout.context, layout.tensor, layout.expert)
+    return (layout.pipeline, layout.data, inner, layout.tensor)
+
+
 def _sample(num_groups: int) -> Ints:
     """Indexes of the groups to lay on links: all of them, or whole runs of neighbours spread evenly."""
     if num_groups <= MAX_GROUPS:
@@ -62,7 +74,15 @@ def _sample(num_groups: int) -> Ints:
 class FabricAxes:
     """``sim.AxisCosts`` of a layout whose ranks are placed on a fabric."""
 
-    def __init__(self, fabric: Fabric, placement: Placement, layout: Layout, *, backend: str = "any") -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        placement: Placement,
+        layout: Layout,
+        *,
+        backend: str = "any",
+        shared: dict[tuple[object, ...], CollectiveModel | None] | None = None,
+    ) -> None:
         if placement.num_ranks != layout.num_ranks:
             raise UsageError(
                 f"got {placement.num_ranks} placed ranks for a layout of {layout.num_ranks}", expected="as many of both"
@@ -71,11 +91,12 @@ class FabricAxes:
         self.placement = placement
         self.layout = layout
         self.backend = backend
-        self._models: dict[tuple[Axis, Operation], CollectiveModel | None] = {}
+        # Layouts on one placement whose groups along an axis are the same share its models.
+        self._models = {} if shared is None else shared
 
     def cost(self, axis: Axis, operation: Operation, size_bytes: float) -> AxisCost:
         """Cost of one operation in every group of the axis at once."""
-        key = (axis, operation)
+        key = (axis, operation, *_signature(self.layout, axis))
         if key not in self._models:
             groups = axis_groups(self.layout, axis)
             is_alone = not groups or groups[0].size < 2
@@ -112,8 +133,8 @@ _PASSES: dict[str, dict[str, float]] = {
 class PlacedCosts:
     """``sim.StepCosts`` of data-parallel ranks placed on a fabric that need not have been measured.
 
-    Codec stages come from the fabric's curves where it holds them; else from ``device``'s memory rate, as a fused kernel
-    would take, and out of range. A codec that neither knows is refused by ``DataError``.
+    Codec stages come from the fabric's curves where it holds them; else from ``device``'s memory rate, as a fused
+    kernel would take, and out of range. A codec that neither knows is refused by ``DataError``.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ _GPT2_SHAPES = {
     "gpt2-xl": (1600, 48, 25, 1_557_611_200),
 }
 _GPT3_SHAPES = {
-    # name: (hidden, layers, heads). GPT-3 13B: the paper's 5140 is not divisible by its 40 heads of 128, which make 5120.
+    # name: (hidden, layers, heads, about so many). 13B: the paper's hidden 5140 is not 40 heads of 128, which are 5120.
     "gpt3-125m": (768, 12, 12, 125e6),
     "gpt3-350m": (1024, 24, 16, 350e6),
     "gpt3-760m": (1536, 24, 16, 760e6),
@@ -171,9 +171,9 @@ def model_names() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def find_model(text: str) -> Model:
-    """The model of a catalogue name, or ``NAME@TOKENS`` with another sequence length. Raises UsageError naming the names.
+    """The model of a catalogue name, or ``NAME@TOKENS`` with another sequence length.
 
-    Convolutional and vision models have no sequence length to choose.
+    Raises UsageError, naming the names. Convolutional and vision models have no sequence length to choose.
     """
     name, at, tokens = text.strip().lower().partition("@")
     build = _BUILDERS.get(name)

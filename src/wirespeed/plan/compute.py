@@ -17,7 +17,7 @@ from wirespeed.spec.model import Layer, Model
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 
 FORWARD_PASSES = 3
-"""Times that forward moves a layer's activations: written by one kernel, read by the next, and half of an in-place one."""
+"""Times that forward moves a layer's activations: written by a kernel, read by the next, half of an in-place one."""
 OPTIMIZER_PASSES = 5
 """fp32 arrays that SGD with momentum reads or writes per parameter: gradient, weight and moment in, weight and moment
 out."""

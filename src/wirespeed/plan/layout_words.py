@@ -97,14 +97,18 @@ def _time_lines(question: Question, prediction: LayoutPrediction) -> list[str]:
     peak = question.device.peak(question.dtype)
     memory = prediction.memory
     return [
-        f"{question.model.name} on {question.num_ranks} x {question.device.name}, {prediction.layout.name}: "
-        f"{format_duration(step_s)} per step of {question.global_batch} samples, "
-        f"{prediction.samples_per_s:.4g} samples/s, {prediction.flop_per_s / 1e12:.0f} TFLOP/s per device "
-        f"({format_percent(prediction.flop_per_s / peak)} of its peak)",
+        (
+            f"{question.model.name} on {question.num_ranks} x {question.device.name}, {prediction.layout.name}: "
+            f"{format_duration(step_s)} per step of {question.global_batch} samples, "
+            f"{prediction.samples_per_s:.4g} samples/s, {prediction.flop_per_s / 1e12:.0f} TFLOP/s per device "
+            f"({format_percent(prediction.flop_per_s / peak)} of its peak)"
+        ),
         f"time: {shares}",
-        f"memory: {format_size(memory.total_bytes)} of {format_size(question.device.memory_bytes)} per device: weights "
-        f"{format_size(memory.weights_bytes)}, gradients {format_size(memory.gradients_bytes)}, optimizer "
-        f"{format_size(memory.optimizer_bytes)}, activations {format_size(memory.activations_bytes)}",
+        (
+            f"memory: {format_size(memory.total_bytes)} of {format_size(question.device.memory_bytes)} per device: weights "
+            f"{format_size(memory.weights_bytes)}, gradients {format_size(memory.gradients_bytes)}, optimizer "
+            f"{format_size(memory.optimizer_bytes)}, activations {format_size(memory.activations_bytes)}"
+        ),
     ]
 
 
@@ -113,13 +117,14 @@ def _binding_lines(prediction: LayoutPrediction, latency_share: float, what_ifs:
     if prediction.binding_link is not None and prediction.exposed_s > 0:
         kind = "latency-bound" if latency_share > 0.5 else "bandwidth-bound"
         lines.append(
-            f"exposed communication is {format_percent(prediction.exposed_s / prediction.step_s)} of the step and {kind} "
-            f"({format_percent(latency_share)} of it does not grow with bytes); its busiest link: {prediction.binding_link}"
+            f"exposed communication is {format_percent(prediction.exposed_s / prediction.step_s)} of the step and "
+            f"{kind} ({format_percent(latency_share)} of it does not grow with bytes); its busiest link: "
+            f"{prediction.binding_link}"
         )
     free = next(one for one in what_ifs if one.change == "a network that costs nothing")
     lines.append(
-        f"limit: no network can give more than {prediction.step_s / free.step_s:.3g} x with this layout; no schedule of it "
-        f"is below {format_duration(prediction.lower_bound_s)}"
+        f"limit: no network can give more than {prediction.step_s / free.step_s:.3g} x with this layout; no schedule of "
+        f"it is below {format_duration(prediction.lower_bound_s)}"
     )
     return lines
 
@@ -142,8 +147,8 @@ def _trust_lines(question: Question, prediction: LayoutPrediction) -> list[str]:
     lines = [f"the prediction is good to about {format_percent(prediction.uncertainty)} either way"]
     if not prediction.is_in_range:
         lines.append(
-            "outside the calibrated range: device times come from a roofline, and some exchange from presets or carried "
-            "curves; measure a step (`wirespeed tune`) or the network (`wirespeed bench`) before buying on it"
+            "outside the calibrated range: device times come from a roofline, and some exchange from presets or "
+            "carried curves; measure a step (`wirespeed tune`) or the network (`wirespeed bench`) before buying on it"
         )
     if question.model.origin == "assumed":
         lines.append(f"the model's shape is assumed: {question.model.source}")

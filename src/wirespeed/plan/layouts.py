@@ -16,17 +16,18 @@ import numpy as np
 
 from wirespeed.errors import UsageError
 from wirespeed.fabric.placement import Placement, place
+from wirespeed.fabric.timing import CollectiveModel
 from wirespeed.fabric.topology import Fabric
 from wirespeed.plan.axes import FabricAxes
 from wirespeed.plan.search import MARGIN
 from wirespeed.sim.layout import Layout, Recompute, divisors
 from wirespeed.sim.memory import memory_use
-from wirespeed.sim.parallelism import LayoutPrediction, compute_only_s, predict_layout
+from wirespeed.sim.parallelism import LayoutPrediction, least_step_s, predict_layout
 from wirespeed.spec.device import Device
 from wirespeed.spec.model import Transformer
 from wirespeed.units import format_duration, format_percent
 
-FINALISTS = 8
+FINALISTS = 6
 """Layouts that are predicted again with the exact schedule."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 INTERLEAVES = (1, 2, 3, 4, 6, 8)
@@ -56,7 +57,7 @@ def enumerate_layouts(
     *,
     base: Layout | None = None,
 ) -> Iterator[Layout]:
-    """Layouts whose sizes divide. ``base`` gives what is not searched: dtype, attention kernel, gradient bytes, overlap."""
+    """Layouts whose sizes divide. ``base`` gives what is not searched: dtype, attention kernel, overlap and the like."""
     held = Layout(global_batch=global_batch) if base is None else base
     experts = divisors(shape.experts)
     for tensor in divisors(devices_per_host):
@@ -123,14 +124,18 @@ def search_layouts(
     """
     placed = place(fabric) if placement is None else placement
     per_host = int(np.bincount(placed.host).max())
-    axes: dict[tuple[int, int, int, int, int], FabricAxes] = {}
+    models: dict[tuple[object, ...], CollectiveModel | None] = {}
+
+    def axes(layout: Layout) -> FabricAxes:
+        return FabricAxes(fabric, placed, layout, backend=backend, shared=models)
+
     refused: Counter[str] = Counter()
     bounded: list[tuple[float, int, Layout]] = []
     num_tried = 0
     for layout in enumerate_layouts(shape, placed.num_ranks, per_host, global_batch, base=base):
         num_tried += 1
         if memory_use(shape, layout).fits(device):
-            bounded.append((slowdown * compute_only_s(shape, device, layout), num_tried, layout))
+            bounded.append((least_step_s(shape, device, layout, axes(layout)), num_tried, layout))
         else:
             refused["memory"] += 1
     if not bounded:
@@ -139,19 +144,18 @@ def search_layouts(
     for bound_s, _, layout in sorted(bounded):
         if len(rough) >= FINALISTS and bound_s > rough[FINALISTS - 1].step_s:
             break  # all that follow are slower even on a network that costs nothing
-        costs = _axes(axes, fabric, placed, layout, backend)
+        costs = axes(layout)
         found = predict_layout(
             shape, device, layout, costs, slowdown=slowdown, exact_schedule=False, check_memory=False
         )
         rough = rank_layouts([*rough, found])
     exact = [
-        predict_layout(shape, device, one.layout, _axes(axes, fabric, placed, one.layout, backend), slowdown=slowdown)
-        for one in rough[:FINALISTS]
+        predict_layout(shape, device, one.layout, axes(one.layout), slowdown=slowdown) for one in rough[:FINALISTS]
     ]
     ranked = rank_layouts(exact)
     baseline = None
     if current is not None:
-        costs = _axes(axes, fabric, placed, current, backend)
+        costs = axes(current)
         baseline = predict_layout(shape, device, current, costs, slowdown=slowdown)
     chosen, reason = _choose(ranked, baseline)
     return LayoutSearch(
@@ -162,20 +166,6 @@ def search_layouts(
         refused=dict(refused.most_common()),
         baseline=baseline,
     )
-
-
-def _axes(
-    held: dict[tuple[int, int, int, int, int], FabricAxes],
-    fabric: Fabric,
-    placement: Placement,
-    layout: Layout,
-    backend: str,
-) -> FabricAxes:
-    key = (layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert)
-    found = held.get(key)
-    if found is None:
-        found = held[key] = FabricAxes(fabric, placement, layout, backend=backend)
-    return found
 
 
 def rank_layouts(predictions: Iterable[LayoutPrediction]) -> list[LayoutPrediction]:
@@ -233,8 +223,8 @@ def _nothing_legal(
         return f"none of {num_tried} layouts is legal; most often: {reason}"
     need = shape.num_layers * shape.layer_parameters * 18 / device.memory_bytes
     return (
-        f"none of {num_tried} layouts fits: {count} need more than the memory of {device.name}; hint: weights, gradients "
-        f"and optimizer state alone fill {need:.3g} of them, before activations; take more devices or a larger one"
+        f"none of {num_tried} layouts fits: {count} need more than the memory of {device.name}; hint: weights, "
+        f"gradients and optimizer state alone fill {need:.3g} of them, before activations; take more devices or a larger one"
     )
 
 

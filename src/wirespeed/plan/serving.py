@@ -119,7 +119,7 @@ def _first(fabric: Fabric, num_ranks: int):  # type: ignore[no-untyped-def]
 def scatter_options(
     fabric: Fabric, num_items: int, in_bytes: float, out_bytes: float, item_s: float, fixed_s: float
 ) -> dict[str, ScatterPrediction]:
-    """A job from the first host to all others, and on as many hosts but the root itself idle: as collectives, in chunks."""
+    """A job from the first host, which computes nothing itself, to all others: as collectives do it, and in chunks."""
     rates = _nic_rates(fabric)
     if len(rates) < 2:
         raise UsageError("got a fabric of one host", expected="a root and at least one worker")
@@ -189,7 +189,7 @@ def artifact_bytes(size: str | None, model: str | None) -> float:
 def distribution_hosts(
     fabric: Fabric, *, store_bit_per_s: float | None = None, disk_bit_per_s: float | None = None
 ) -> Hosts:
-    """The fabric's hosts as ``sim.distribution`` takes them. The store's rate is that of one host where none is given."""
+    """The fabric's hosts as ``sim.distribution`` takes them; a store without a rate has that of the fastest host."""
     rates = _nic_rates(fabric)
     uplinks = {uplink.rack: uplink.rate_bit_per_s.value / 8 for uplink in fabric.uplinks}
     racks = {host.rack for host in fabric.hosts}

@@ -1,4 +1,4 @@
-"""A model's layers split into pipeline stages on a device and a fabric: times and transfers for ``stages.split_stages``."""
+"""A model's layers split into pipeline stages on a device and a fabric: what ``stages.split_stages`` is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scaling figures: the same question over fabrics of several sizes, weak (batch per device kept) or strong (batch kept).
+"""Scaling: one question over fabrics of several sizes, weak (batch per device kept) or strong (batch kept).
 
 A one-line fabric is rebuilt at every size, so that its uplinks grow as its shape says; a fabric from a file is cut to
 its first hosts rack by rack. Efficiency is throughput per device over that of the smallest size.

@@ -115,7 +115,7 @@ def bert(
     sequence: int = 128,
     published_parameters: int | None = None,
 ) -> Model:
-    """BERT for pre-training: the encoder, the pooler, the masked-word head (tied decoder) and the next-sentence head."""
+    """BERT for pre-training: encoder, pooler, masked-word head (tied decoder) and next-sentence head."""
     hidden, num_layers, num_heads = {"base": (768, 12, 12), "large": (1024, 24, 16)}[size]
     vocab = 30522
     shape = Transformer(

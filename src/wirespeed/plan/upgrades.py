@@ -79,7 +79,7 @@ def with_nic(fabric: Fabric, name: str, hosts: Collection[str] | None = None) ->
 
 
 def rdma_sibling(fabric: Fabric) -> str | None:
-    """The RoCE preset of the same line rate as the fabric's TCP NICs; None where they are no TCP preset or have none."""
+    """The RoCE preset of the same line rate as the fabric's TCP NICs; None where there is none."""
     names = {host.transport for host in fabric.hosts}
     if len(names) != 1:
         return None
@@ -133,7 +133,7 @@ def upgrade_order(
 
 
 def star_traffic_s(fabric: Fabric, centres: Collection[str], size_bytes: float) -> list[float]:
-    """Seconds that each host's NICs are busy when ``centres`` (parameter servers, aggregators) exchange with all others.
+    """Seconds that each host's NICs are busy when ``centres`` (parameter servers, aggregators) serve all others.
 
     Every other host sends ``size_bytes`` to the centres in equal parts and gets as many back; directions overlap.
     Raises UsageError for a centre that is no host.

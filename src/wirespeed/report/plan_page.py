@@ -61,7 +61,8 @@ def write_plan(
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{_text(title)} - wirespeed</title>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(title)} - wirespeed</title>\n"
         f'<link rel="icon" href="data:,">\n<style>\n{_asset("report.css")}</style>\n</head>\n<body>\n{"".join(body)}'
         f'<script type="application/json" id="figures">{data}</script>\n'
         f'<script nonce="{nonce}">{get_plotlyjs()}</script>\n'

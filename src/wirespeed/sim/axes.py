@@ -18,7 +18,7 @@ Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", 
 
 
 class AxisCost(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation. ``binding`` names the link or resource; ``uncertainty`` is relative, None where nobody knows it."""
+    """One operation. ``binding`` names the link or resource; ``uncertainty`` is relative, None where unknown."""
 
     seconds: float
     latency_s: float = 0.0

@@ -1,8 +1,8 @@
 """How often gradients are exchanged, and what waiting for the slowest rank costs: around the recurrence of one step.
 
 ``simulate_step`` answers for one step of equal ranks that exchange every step. Here several micro-steps share one
-exchange (accumulation), the exchange hides behind the next step (delayed, async), or happens once per period (local SGD,
-DiLoCo, whose fragments stream). Jitter is the relative standard deviation of a step's compute from rank to rank and
+exchange (accumulation), the exchange hides behind the next step (delayed, async), or happens once per period (local
+SGD, DiLoCo, whose fragments stream). Jitter is the relative standard deviation of a step's compute from rank to rank and
 step to step, taken as independent: slow spells that last longer than a period are a ``slowdown`` instead.
 """
 

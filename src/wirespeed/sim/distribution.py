@@ -36,7 +36,7 @@ WORDS: dict[Scheme, str] = {
 
 
 class Hosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the artifact goes. ``rack_of`` names the rack of each host; uplinks are per rack, each way, None: no limit."""
+    """Where the artifact goes. ``rack_of`` names each host's rack; uplinks are per rack and way, those not named free."""
 
     nic_bytes_per_s: tuple[float, ...]
     rack_of: tuple[str, ...]
@@ -132,8 +132,11 @@ def predict_all(
 
 
 def lower_bound_s(size_bytes: float, hosts: Hosts) -> float:
-    """No scheme is faster: one copy out of the store, into the slowest host and disk, over the slowest uplink, and all
-    copies out of everything that can send (Mundinger et al. 2008)."""
+    """No scheme is faster (Mundinger et al. 2008).
+
+    One copy leaves the store, enters the slowest host and disk and passes the slowest uplink; all copies leave
+    everything that can send.
+    """
     nics = hosts.nic_bytes_per_s
     bounds = [
         size_bytes / hosts.store_bytes_per_s,
@@ -145,7 +148,7 @@ def lower_bound_s(size_bytes: float, hosts: Hosts) -> float:
     return max(bounds)
 
 
-def _copies(
+def _copies(  # noqa: PLR0911 - one row per scheme
     scheme: Scheme, num_hosts: int, racks: Counter[str], rounds: int
 ) -> tuple[float, float, float, float, float]:
     """Copies ``(out of the store, into a rack, out of a rack, sent by a host)`` and the hops that fill the pipeline."""
@@ -164,8 +167,8 @@ def _copies(
         case "chain":
             return 1.0, 1.0, 1.0, min(1.0, num_hosts - 1.0), float(num_hosts)
         case "rack-chain":
-            # A rack's head sends to the next head and to its own rack at the same time, over different links but one NIC;
-            # the chain inside starts at the head's neighbour, which the previous rack's last host can feed instead.
+            # A head would send twice, to the next head and into its rack; so the last host of the previous rack feeds the
+            # next head, and everyone sends once.
             return 1.0, 1.0, 1.0, min(1.0, num_hosts - 1.0), float(len(racks) + largest)
         case "binomial-pipeline":
             crossing = 0.0 if len(racks) == 1 else min(1.0, math.log2(len(racks)) / max(1, rounds)) * largest * others

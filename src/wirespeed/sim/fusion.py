@@ -67,9 +67,9 @@ def fuse_by_cycle(
 
 
 def merge_to_save(gradients: Sequence[GradientTensor], seconds: Callable[[int], float]) -> tuple[Bucket, ...]:
-    """Merge a message into the next where it could not start before that one is ready, or would wait for less than
-    the latency that merging saves (MG-WFBP).
+    """Merge a message into the next where sending it alone would save nothing (MG-WFBP).
 
+    That is where it could not start before the next one is ready, or would wait for less than the latency saved.
     ``seconds`` is the cost of a message of so many bytes; its latency is the cost of one byte.
     """
     latency_s = seconds(1)

@@ -20,13 +20,13 @@ from wirespeed.units import GIB, format_size
 
 RESERVE_BYTES = 4 * GIB
 DEVICE_UNCERTAINTY = 0.15
-"""Serving engines differ by more than training frameworks do: published and predicted throughput are 4 to 15 % apart."""
+"""Serving engines differ more than training frameworks: published predictions of others are 4 to 15 % off."""
 DECODE_KERNELS = 10
 """Kernels of one layer for one token, each with its launch (a captured graph shortens them; ``Device.launch_s``)."""
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica: ``tensor`` x ``pipeline`` devices, ``batch`` sequences of ``prompt`` tokens that grow by ``answer``."""
+    """One replica: ``tensor`` x ``pipeline`` devices; ``batch`` sequences of ``prompt`` tokens grow by ``answer``."""
 
     tensor: int = 1
     pipeline: int = 1

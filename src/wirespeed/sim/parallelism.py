@@ -137,7 +137,7 @@ def predict_layout(
     _scale_exchanges(parts, layers * micro, forward_x + backward_x)
     parts.add("pipeline bubble and transfers", pipeline_s - ideal_s)
     window_s = (forward_s[0], backward_s[0])
-    gradient_s, bound_s = _gradient_exchange(shape, layout, costs, parts, layers, window_s)
+    bound_s = _gradient_exchange(shape, layout, costs, parts, layers, window_s)
     optimizer_s = _optimizer_s(shape, device, layout) * max(slow)
     parts.add("optimizer", optimizer_s)
     step_s = sum(parts.seconds.values())
@@ -162,18 +162,37 @@ def predict_layout(
     )
 
 
-def compute_only_s(shape: Transformer, device: Device, layout: Layout) -> float:
-    """The step on a network that costs nothing, by the closed form: never more than ``predict_layout``'s answer.
+def least_step_s(shape: Transformer, device: Device, layout: Layout, costs: AxisCosts) -> float:
+    """Compute, filling of the pipeline and tensor exchanges, by the closed form: never more than ``predict_layout``.
 
-    A search sorts by it and stops where it passes the best answer so far.
+    A search sorts by it and stops where it passes the best answer so far: what is left out (gradients, transfers,
+    experts) differs from layout to layout and takes longer to cost.
     """
     layer = layer_cost(shape, key(device), layout)
-    micro = layout.num_microbatches
-    stage_s = shape.num_layers / layout.pipeline * (layer.forward_s + layer.backward_s + layer.recompute_s)
+    forward_x, backward_x = 0.0, 0.0
+    if layout.tensor > 1:
+        forward_x = _tensor_exchange(layout, layer, costs)[0]
+        backward_x = forward_x * (2 if layout.recompute == "full" else 1)
+    layer_s = layer.forward_s + layer.backward_s + layer.recompute_s + forward_x + backward_x
+    stage_s = shape.num_layers / layout.pipeline * layer_s
     head = sum(head_s(shape, device, layout))
     # The last stage sets the pace, the others fill the pipeline.
     fill_s = (layout.pipeline - 1) / layout.interleave * stage_s
-    return micro * (stage_s + head) + fill_s + _optimizer_s(shape, device, layout)
+    return layout.num_microbatches * (stage_s + head) + fill_s + _optimizer_s(shape, device, layout)
+
+
+def _tensor_exchange(layout: Layout, layer: LayerCost, costs: AxisCosts) -> tuple[float, float, AxisCost]:
+    """Exposed seconds of one layer's forward, those of one exchange, and the cost behind it."""
+    if layout.sequence_parallel:
+        gather = costs.cost("tensor", "all_gather", layer.tensor_bytes)
+        scatter = costs.cost("tensor", "reduce_scatter", layer.tensor_bytes)
+        # Backward gathers the input once more for the weights' gradient, beside the product: it hides.
+        one_s = gather.seconds + scatter.seconds
+        worst = max(gather, scatter, key=lambda cost: cost.seconds)
+    else:
+        worst = costs.cost("tensor", "all_reduce", layer.tensor_bytes)
+        one_s = worst.seconds
+    return layer.tensor_exchanges * one_s * (1 - layout.tensor_overlap), one_s, worst
 
 
 def _slowdowns(slowdown: float | Sequence[float], stages: int) -> tuple[float, ...]:
@@ -189,17 +208,8 @@ def _layer_exchanges(
     """Exposed seconds of one layer's exchanges for one micro-batch, forward and backward."""
     forward_s = backward_s = 0.0
     if layout.tensor > 1:
-        if layout.sequence_parallel:
-            gather = costs.cost("tensor", "all_gather", layer.tensor_bytes)
-            scatter = costs.cost("tensor", "reduce_scatter", layer.tensor_bytes)
-            # Backward gathers the input once more for the weights' gradient, beside the product: it hides.
-            one_s = gather.seconds + scatter.seconds
-            parts.note("tensor exchange", one_s, max(gather, scatter, key=lambda cost: cost.seconds))
-        else:
-            reduce = costs.cost("tensor", "all_reduce", layer.tensor_bytes)
-            one_s = reduce.seconds
-            parts.note("tensor exchange", one_s, reduce)
-        exposed_s = layer.tensor_exchanges * one_s * (1 - layout.tensor_overlap)
+        exposed_s, one_s, worst = _tensor_exchange(layout, layer, costs)
+        parts.note("tensor exchange", one_s, worst)
         forward_s += exposed_s
         backward_s += exposed_s
     if layout.expert > 1:
@@ -280,11 +290,11 @@ def _gradient_exchange(
     parts: _Parts,
     layers: float,
     window_s: tuple[float, float],
-) -> tuple[float, float]:
-    """Add the exposed gradient (and weight) exchange; gives it and its lower bound."""
+) -> float:
+    """Add the exposed gradient (and weight) exchange; gives its lower bound."""
     replicas = layout.data * layout.context
     if replicas == 1:
-        return 0.0, 0.0
+        return 0.0
     dense, experts = stage_parameters(shape, layout)
     width = BYTES_OF[layout.dtype]
     forward_s, backward_s = window_s
@@ -321,7 +331,7 @@ def _gradient_exchange(
         exchange("reduce_scatter", layout.gradient_bytes, backward_s)
         exchange("all_gather", width, forward_s)
     parts.add("gradient exchange", exposed_s)
-    return exposed_s, bound_s
+    return bound_s
 
 
 def _optimizer_s(shape: Transformer, device: Device, layout: Layout) -> float:

@@ -20,20 +20,20 @@ SCORE_BYTES_FORWARD = 9
 """Per attention score of 16 bits, forward: softmax reads and writes, dropout reads, writes and keeps a byte of mask."""
 SCORE_BYTES_BACKWARD = 11
 LOSS_BYTES_FORWARD = 38
-"""Per logit: to fp32 (6), maximum (4), subtraction (8), exponential (8), sum (4), division (8): an unfused softmax loss."""
+"""Per logit, unfused softmax: to fp32 (6), maximum (4), subtraction (8), exponential (8), sum (4), division (8)."""
 LOSS_BYTES_BACKWARD = 18
 """Per logit: scaling in fp32 (8), to the working type (6), clearing (4)."""
 FLASH_FORWARD_SHARE = 0.65
 """Of the rate of large products: fused attention waits for its exponentials (FlashAttention-2, Dao 2023, table 1)."""
 FLASH_BACKWARD_SHARE = 0.55
 SPLIT_BYTES = 28
-"""Bytes per token and hidden unit of streaming kernels that tensor parallel divides: GeLU (16) and head transposes (12)."""
+"""Bytes per token and hidden unit of streaming kernels that tensor parallel divides: GeLU (16), transposes (12)."""
 WHOLE_BYTES = 22
 """The same, of those that only sequence parallel divides: two norms (8) and two dropouts with residuals (14)."""
 
 
 class LayerCost(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer for one micro-batch on one device. Bytes are those of the buffers of ``spec.collectives`` convention."""
+    """One layer for one micro-batch on one device. Bytes follow the convention of ``records``."""
 
     forward_s: float
     backward_s: float

@@ -53,7 +53,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return rate
 
     def matrix_s(self, rows: float, columns: float, depth: float, *, dtype: str, count: float = 1.0) -> float:
-        """Seconds of ``count`` products (rows x depth) (depth x columns): operations or bytes, whichever takes longer."""
+        """Seconds of ``count`` products (rows x depth) (depth x columns): operations or bytes, whichever is longer."""
         if rows <= 0 or columns <= 0 or depth <= 0 or count <= 0:
             return 0.0
         share = self.matrix_share * depth / (depth + self.half_depth)
