@@ -86,9 +86,11 @@ def schedules_on_slow_networks(results: Results) -> list[Bar]:
         latency_s, per_byte_s = 1e-4, 1e-9
         for _ in range(8):
             per_byte_s = (real[8][0] - rest_s - workload.backward_s - latency_s) / num_bytes
-            latency_s = bisect(
-                real[8][1], lambda a, b=per_byte_s: steps_s(lambda n, a=a, b=b: a + b * n)[1], 1e-6, 5e-3
-            )
+
+            def alone_s(latency_s: float, per_byte_s: float = per_byte_s) -> float:
+                return steps_s(lambda size: latency_s + per_byte_s * size)[1]
+
+            latency_s = bisect(real[8][1], alone_s, 1e-6, 5e-3)
         sizes = tuple(2**power for power in range(10, 29, 2))
         curve = CollectiveCurve(
             collective="all_reduce",

@@ -125,7 +125,7 @@ def _builders() -> dict[str, Callable[[int | None], Model]]:
     return found
 
 
-def _gpt_builder(
+def _gpt_builder(  # noqa: PLR0917 - private, called in one place
     name: str, shape: tuple[int, int, int], sequence: int, vocab: int, source: str, parameters: int | None
 ) -> Callable[[int | None], Model]:
     def build(wanted: int | None) -> Model:

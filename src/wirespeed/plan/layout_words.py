@@ -105,8 +105,8 @@ def _time_lines(question: Question, prediction: LayoutPrediction) -> list[str]:
         ),
         f"time: {shares}",
         (
-            f"memory: {format_size(memory.total_bytes)} of {format_size(question.device.memory_bytes)} per device: weights "
-            f"{format_size(memory.weights_bytes)}, gradients {format_size(memory.gradients_bytes)}, optimizer "
+            f"memory: {format_size(memory.total_bytes)} of {format_size(question.device.memory_bytes)} per device: "
+            f"weights {format_size(memory.weights_bytes)}, gradients {format_size(memory.gradients_bytes)}, optimizer "
             f"{format_size(memory.optimizer_bytes)}, activations {format_size(memory.activations_bytes)}"
         ),
     ]
@@ -123,8 +123,8 @@ def _binding_lines(prediction: LayoutPrediction, latency_share: float, what_ifs:
         )
     free = next(one for one in what_ifs if one.change == "a network that costs nothing")
     lines.append(
-        f"limit: no network can give more than {prediction.step_s / free.step_s:.3g} x with this layout; no schedule of "
-        f"it is below {format_duration(prediction.lower_bound_s)}"
+        f"limit: no network can give more than {prediction.step_s / free.step_s:.3g} x with this layout; no "
+        f"schedule of it is below {format_duration(prediction.lower_bound_s)}"
     )
     return lines
 

@@ -57,7 +57,7 @@ def enumerate_layouts(
     *,
     base: Layout | None = None,
 ) -> Iterator[Layout]:
-    """Layouts whose sizes divide. ``base`` gives what is not searched: dtype, attention kernel, overlap and the like."""
+    """Layouts whose sizes divide. ``base`` gives what is not searched: dtype, kernels, overlap."""
     held = Layout(global_batch=global_batch) if base is None else base
     experts = divisors(shape.experts)
     for tensor in divisors(devices_per_host):
@@ -205,7 +205,7 @@ def _choose(ranked: Sequence[LayoutPrediction], baseline: LayoutPrediction | Non
     return best, reason
 
 
-def _nothing_legal(
+def _nothing_legal(  # noqa: PLR0917 - private, called in one place
     shape: Transformer,
     device: Device,
     num_ranks: int,
@@ -224,7 +224,7 @@ def _nothing_legal(
     need = shape.num_layers * shape.layer_parameters * 18 / device.memory_bytes
     return (
         f"none of {num_tried} layouts fits: {count} need more than the memory of {device.name}; hint: weights, "
-        f"gradients and optimizer state alone fill {need:.3g} of them, before activations; take more devices or a larger one"
+        f"gradients and optimizer state alone fill {need:.3g} of them, before activations; take more or larger devices"
     )
 
 

@@ -1,7 +1,7 @@
 """Rank order as other programs take it: a Slurm host file, a torchrun rank map, Kubernetes affinity.
 
 The order follows racks: neighbouring ranks share a host, neighbouring hosts a rack, neighbouring racks a switch, so
-that a ring crosses each uplink once per direction. ``order_gain`` says what that is worth on this fabric, by prediction.
+that a ring crosses each uplink once per direction. ``order_gain`` predicts what that is worth here.
 """
 
 from __future__ import annotations

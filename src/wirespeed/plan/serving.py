@@ -97,8 +97,8 @@ def search_serving(
     chosen = options[0]
     fastest = min(options, key=lambda one: one.prediction.token_s)
     reason = (
-        f"use tp{chosen.serving.tensor} pp{chosen.serving.pipeline}: {chosen.tokens_per_s:,.0f} tokens/s on {num_devices} "
-        f"devices, {format_duration(chosen.prediction.token_s)} per token"
+        f"use tp{chosen.serving.tensor} pp{chosen.serving.pipeline}: {chosen.tokens_per_s:,.0f} tokens/s on "
+        f"{num_devices} devices, {format_duration(chosen.prediction.token_s)} per token"
     )
     if fastest is not chosen:
         reason += (
@@ -116,10 +116,10 @@ def _first(fabric: Fabric, num_ranks: int):  # type: ignore[no-untyped-def]
     return Placement(host=whole.host[:num_ranks].copy(), device=whole.device[:num_ranks].copy())
 
 
-def scatter_options(
+def scatter_options(  # noqa: PLR0917 - what the command was given
     fabric: Fabric, num_items: int, in_bytes: float, out_bytes: float, item_s: float, fixed_s: float
 ) -> dict[str, ScatterPrediction]:
-    """A job from the first host, which computes nothing itself, to all others: as collectives do it, and in chunks."""
+    """A job from the first host, which computes nothing, to all others: as collectives do it, and in chunks."""
     rates = _nic_rates(fabric)
     if len(rates) < 2:
         raise UsageError("got a fabric of one host", expected="a root and at least one worker")
@@ -145,7 +145,7 @@ def scatter_options(
     }
 
 
-def queue_options(
+def queue_options(  # noqa: PLR0917 - what the command was given
     fabric: Fabric,
     max_batch: int,
     times_s: tuple[float, float, float],

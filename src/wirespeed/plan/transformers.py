@@ -213,7 +213,7 @@ def vit(
     )
 
 
-def _model(
+def _model(  # noqa: PLR0917 - private, called in one place
     name: str, shape: Transformer, layers: Sequence[Layer], origin: Origin, source: str, published: int | None
 ) -> Model:
     return Model(

@@ -2,8 +2,8 @@
 
 ``simulate_step`` answers for one step of equal ranks that exchange every step. Here several micro-steps share one
 exchange (accumulation), the exchange hides behind the next step (delayed, async), or happens once per period (local
-SGD, DiLoCo, whose fragments stream). Jitter is the relative standard deviation of a step's compute from rank to rank and
-step to step, taken as independent: slow spells that last longer than a period are a ``slowdown`` instead.
+SGD, DiLoCo, whose fragments stream). Jitter is the relative standard deviation of a step's compute from rank to rank
+and step to step, taken as independent: slow spells that last longer than a period are a ``slowdown`` instead.
 """
 
 from __future__ import annotations

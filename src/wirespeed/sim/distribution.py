@@ -36,7 +36,7 @@ WORDS: dict[Scheme, str] = {
 
 
 class Hosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the artifact goes. ``rack_of`` names each host's rack; uplinks are per rack and way, those not named free."""
+    """Where the artifact goes. ``rack_of`` names each host's rack; uplinks are per rack and way; others do not bind."""
 
     nic_bytes_per_s: tuple[float, ...]
     rack_of: tuple[str, ...]
@@ -167,8 +167,8 @@ def _copies(  # noqa: PLR0911 - one row per scheme
         case "chain":
             return 1.0, 1.0, 1.0, min(1.0, num_hosts - 1.0), float(num_hosts)
         case "rack-chain":
-            # A head would send twice, to the next head and into its rack; so the last host of the previous rack feeds the
-            # next head, and everyone sends once.
+            # A head would send twice, to the next head and into its rack; so the last host of the previous rack
+            # feeds the next head, and everyone sends once.
             return 1.0, 1.0, 1.0, min(1.0, num_hosts - 1.0), float(len(racks) + largest)
         case "binomial-pipeline":
             crossing = 0.0 if len(racks) == 1 else min(1.0, math.log2(len(racks)) / max(1, rounds)) * largest * others

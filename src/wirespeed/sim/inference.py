@@ -143,7 +143,7 @@ def _prefill_parts(shape: Transformer, device: Device, serving: Serving, costs: 
     return parts
 
 
-def _decode_parts(
+def _decode_parts(  # noqa: PLR0917 - private, called in one place
     shape: Transformer, device: Device, serving: Serving, costs: AxisCosts, width: float, cache_width: float
 ) -> dict[str, _Part]:
     """One token of each sequence, through all stages."""

@@ -1,9 +1,9 @@
 """Memory of one device under a layout: weights, gradients, optimizer state, activations; what does not fit is refused.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4, written for any MLP and any number of
-key-value heads: they reproduce the published 22 B to 1 T figures. The first pipeline stage is counted, which holds the most
-micro-batches. Assumes mixed precision with fp32 master weights and two Adam moments; fragmentation and workspace are a
-fixed reserve, so a layout within some per cent of the limit may still fail.
+key-value heads: they reproduce the published 22 B to 1 T figures. The first pipeline stage is counted, which holds the
+most micro-batches. Assumes mixed precision with fp32 master weights and two Adam moments; fragmentation and
+workspace are a fixed reserve, so a layout within some per cent of the limit may still fail.
 """
 
 from __future__ import annotations

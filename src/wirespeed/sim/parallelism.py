@@ -237,7 +237,7 @@ def _scale_exchanges(parts: _Parts, times: float, per_layer_s: float) -> None:
             parts.add(name, times * per_layer_s * own / whole)
 
 
-def _pipeline(
+def _pipeline(  # noqa: PLR0917 - private, called in one place
     layout: Layout,
     shape: Transformer,
     costs: AxisCosts,
@@ -283,7 +283,7 @@ def _pipeline(
     return total_s, ideal_s
 
 
-def _gradient_exchange(
+def _gradient_exchange(  # noqa: PLR0917 - private, called in one place
     shape: Transformer,
     layout: Layout,
     costs: AxisCosts,

@@ -99,7 +99,7 @@ def predict_queue(
     return _run(service, arrivals_per_s, clients, think_s, num_requests, seed)
 
 
-def _run(
+def _run(  # noqa: PLR0917 - private, called in one place
     service: Service, arrivals_per_s: float | None, clients: int | None, think_s: float, num_requests: int, seed: int
 ) -> QueuePrediction:
     import numpy as np

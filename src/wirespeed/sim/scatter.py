@@ -119,7 +119,7 @@ def _split(num_items: int, speed: Sequence[float]) -> list[int]:
     return counts
 
 
-def _run(
+def _run(  # noqa: PLR0917 - private, called in one place
     job: ScatterJob,
     counts: Sequence[int],
     size: int,
