@@ -328,6 +328,10 @@ def _print_answer(answer: Answer, *, show_all: bool) -> None:
         print(f"change nothing: {choice.reason}" if choice.changes_nothing else f"use {choice.reason}")
         links = ", ".join(f"{collective} by {link}" for collective, link in answer.bindings.items())
         say(f"limited: {links}" if links else "one rank: nothing is sent")
+        if answer.workload is not None and answer.workload.origin == "assumed":
+            say(
+                "note: device times are a roofline's, up to 40 % off for convolutions; --samples-per-s takes a measured rate"
+            )
         _report_skipped(found.skipped)
     if question.model.origin == "assumed":
         say(f"note: {question.model.source}")

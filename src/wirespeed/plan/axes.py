@@ -39,7 +39,7 @@ def axis_groups(layout: Layout, axis: Axis) -> list[Ints]:
             rows = grid.reshape(-1, layout.tensor)
         case "context":
             rows = grid.transpose(0, 1, 3, 2).reshape(-1, layout.context)
-        case "data" | "shard":
+        case "data":
             rows = grid.transpose(0, 3, 1, 2).reshape(-1, layout.data * layout.context)
         case "expert":
             rows = grid.transpose(0, 3, 1, 2).reshape(-1, layout.expert)
@@ -126,6 +126,7 @@ _PASSES: dict[str, dict[str, float]] = {
     "dense": {"encode": 0.0, "decode": 0.0},
     "half": {"encode": 6.0, "decode": 6.0},
     "int8": {"encode": 13.0, "reduce": 2.0, "decode": 5.0},
+    "lowrank": {"encode": 20.0, "decode": 12.0},
     "topk": {"encode": 24.0, "decode": 8.0},
 }
 

@@ -85,7 +85,12 @@ def _gradients(model: Model, backward_s: list[float], total_s: float) -> tuple[G
         for tensor in reversed(layer.tensors):
             now_s += own_s * tensor.num_elements / elements
             gradients.append(
-                GradientTensor(name=tensor.name, num_elements=tensor.num_elements, ready_s=min(now_s, total_s))
+                GradientTensor(
+                    name=tensor.name,
+                    num_elements=tensor.num_elements,
+                    ready_s=min(now_s, total_s),
+                    shape=tensor.shape,
+                )
             )
         if not layer.tensors:
             now_s += own_s

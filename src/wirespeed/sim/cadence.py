@@ -17,7 +17,7 @@ from wirespeed.errors import UsageError
 from wirespeed.sim.costs import StepCosts
 from wirespeed.sim.training import StepTimeline, simulate_step
 from wirespeed.spec.strategy import Strategy
-from wirespeed.spec.workload import GradientTensor, TrainingWorkload
+from wirespeed.spec.workload import TrainingWorkload
 
 CadenceName = Literal["every_step", "delayed", "async", "local_sgd", "diloco"]
 
@@ -123,8 +123,7 @@ def scaled(workload: TrainingWorkload, factor: float) -> TrainingWorkload:
     return msgspec.structs.replace(
         workload,
         gradients=tuple(
-            GradientTensor(name=g.name, num_elements=g.num_elements, ready_s=g.ready_s * factor)
-            for g in workload.gradients
+            msgspec.structs.replace(gradient, ready_s=gradient.ready_s * factor) for gradient in workload.gradients
         ),
         forward_s=workload.forward_s * factor,
         backward_s=workload.backward_s * factor,

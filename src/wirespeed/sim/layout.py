@@ -16,8 +16,8 @@ from wirespeed.errors import UsageError
 from wirespeed.spec.model import Transformer
 
 Recompute = Literal["none", "selective", "full"]
-Axis = Literal["tensor", "context", "data", "pipeline", "expert", "shard"]
-"""What a group of ranks does together. ``shard``: the group over which parameters or optimizer state are sharded."""
+Axis = Literal["tensor", "context", "data", "pipeline", "expert"]
+"""What a group of ranks does together; ``data`` includes sharding of parameters and optimizer state."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
