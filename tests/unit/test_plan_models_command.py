@@ -37,6 +37,8 @@ def test_train_ranks_strategies_of_what_is_no_transformer(capsys):
     assert "layouts" not in out
     assert {one["strategy"]["codec"] for one in out["strategies"]["predictions"]} >= {"dense", "half", "int8"}
     assert out["links"]["all_reduce"].startswith("NIC of host")
+    steps = {name: one["step_s"] for name, one in out["cadences"].items()}
+    assert steps["local SGD, every 8"] < steps["every step"] <= steps["accumulated over 4"]
 
 
 def test_train_says_change_nothing_of_a_good_layout(capsys):

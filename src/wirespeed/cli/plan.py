@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
@@ -11,15 +10,20 @@ import msgspec
 import typer
 
 from wirespeed.cli import plan_serve, plan_what_if
+from wirespeed.cli.plan_answer import (
+    answer_document,
+    print_answer,
+    print_table,
+    report_skipped,
+    strategies_document,
+    write_page,
+)
 from wirespeed.errors import UsageError
-from wirespeed.units import format_duration, format_percent, format_size
 
 if TYPE_CHECKING:
     from wirespeed.plan import Search
-    from wirespeed.plan.question import Answer, Question
+    from wirespeed.plan.question import Question
     from wirespeed.sim.costs import StepCosts
-    from wirespeed.sim.parallelism import LayoutPrediction
-    from wirespeed.spec.prediction import Prediction
     from wirespeed.spec.workload import TrainingWorkload
 
 app = typer.Typer(
@@ -98,24 +102,24 @@ def train(
         held, found, _ = _search(workload, fabric, allowed, strategy)
         choice = choose(found.predictions, allowed)
         if as_json:
-            _print_json({"schema": 1, "kind": "plan", **_strategies_document(found, choice, fidelity)})
+            _print_json({"schema": 1, "kind": "plan", **strategies_document(found, choice, fidelity)})
         else:
-            _print_table(found.predictions if show_all else best_of_each_codec(found.predictions), choice.strategy.name)
+            print_table(found.predictions if show_all else best_of_each_codec(found.predictions), choice.strategy.name)
             print(f"change nothing: {choice.reason}" if choice.changes_nothing else f"use {choice.reason}")
             if held.origin != "measured":
                 print(f"note: the workload's times are {held.origin}, not measured", file=sys.stderr)
-            _report_skipped(found.skipped)
+            report_skipped(found.skipped)
         return
     from wirespeed.plan.question import ask
 
     question = _question(model, fabric, device, batch, dtype, current, samples_per_s, slowdown, allowed)
     answer = ask(question)
     if html is not None:
-        _write_page(html, answer)
+        write_page(html, answer)
     if as_json:
-        _print_json(_answer_document(answer, fidelity))
+        _print_json(answer_document(answer, fidelity))
         return
-    _print_answer(answer, show_all=show_all)
+    print_answer(answer, show_all=show_all)
 
 
 @app.command("explain")
@@ -187,7 +191,7 @@ def explain_step(
         return
     for line in told.lines:
         print(line)
-    _report_skipped(found.skipped)
+    report_skipped(found.skipped)
 
 
 def _one_of(model: str | None, workload: Path | None) -> None:
@@ -259,155 +263,3 @@ def _fidelity(text: str) -> FidelityName:
 
 def _print_json(document: dict[str, Any]) -> None:
     print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
-
-
-def _strategies_document(found: Search, choice: Any, fidelity: str) -> dict[str, Any]:
-    return {
-        "fidelity": fidelity,
-        "chosen": choice.strategy.name,
-        "reason": choice.reason,
-        "changes_nothing": choice.changes_nothing,
-        "speedup": choice.speedup,
-        "predictions": [{"name": p.strategy.name, **msgspec.to_builtins(p)} for p in found.predictions],
-        "skipped": found.skipped,
-    }
-
-
-def _answer_document(answer: Answer, fidelity: str) -> dict[str, Any]:
-    question = answer.question
-    document: dict[str, Any] = {
-        "schema": 1,
-        "kind": "plan",
-        "model": question.model.name,
-        "num_parameters": question.model.num_parameters,
-        "device": question.device.name,
-        "fabric": question.fabric.name,
-        "num_ranks": question.num_ranks,
-        "global_batch": question.global_batch,
-        "step_s": answer.step_s,
-    }
-    if answer.layouts is not None:
-        held = answer.layouts
-        document["layouts"] = {
-            "chosen": held.chosen.layout.name,
-            "reason": held.reason,
-            "changes_nothing": held.changes_nothing,
-            "num_tried": held.num_tried,
-            "refused": held.refused,
-            "predictions": [{"name": p.layout.name, **msgspec.to_builtins(p)} for p in held.predictions],
-        }
-    if answer.strategies is not None and answer.choice is not None:
-        document["strategies"] = _strategies_document(answer.strategies, answer.choice, fidelity)
-        document["links"] = answer.bindings
-    return document
-
-
-def _print_answer(answer: Answer, *, show_all: bool) -> None:
-    from wirespeed.cli.render import make_table, say, show
-    from wirespeed.plan import best_of_each_codec
-
-    question = answer.question
-    print(
-        f"{question.model.name}: {question.model.num_parameters / 1e9:.3g} G parameters on {question.num_ranks} x "
-        f"{question.device.name} in {question.num_hosts} hosts, {question.global_batch} samples per step"
-    )
-    if answer.layouts is not None:
-        held = answer.layouts
-        rows = list(held.predictions if show_all else held.predictions[:5])
-        rows += [one for one in (held.baseline, held.chosen) if one is not None and one not in rows]
-        show(make_table(_LAYOUT_HEADINGS, [_layout_row(one, held.chosen) for one in rows]))
-        print(f"change nothing: {held.reason}" if held.changes_nothing else f"use {held.reason}")
-        tried = f"{held.num_tried} layouts tried"
-        refused = ", ".join(f"{count} for {reason}" for reason, count in held.refused.items())
-        say(tried + (f", {sum(held.refused.values())} refused ({refused})" if refused else ""))
-    if answer.strategies is not None and answer.choice is not None:
-        if answer.layouts is not None:
-            print("\nData parallel, one replica per device:")
-        choice, found = answer.choice, answer.strategies
-        _print_table(found.predictions if show_all else best_of_each_codec(found.predictions), choice.strategy.name)
-        print(f"change nothing: {choice.reason}" if choice.changes_nothing else f"use {choice.reason}")
-        links = ", ".join(f"{collective} by {link}" for collective, link in answer.bindings.items())
-        say(f"limited: {links}" if links else "one rank: nothing is sent")
-        if answer.workload is not None and answer.workload.origin == "assumed":
-            say(
-                "note: device times are a roofline's, up to 40 % off for convolutions; --samples-per-s takes a measured rate"
-            )
-        _report_skipped(found.skipped)
-    if question.model.origin == "assumed":
-        say(f"note: {question.model.source}")
-
-
-_LAYOUT_HEADINGS = ["", "layout<", "step", "± ", "TFLOP/s", "exposed", "bubble", "memory", "binding<", "busiest link<"]
-
-
-def _layout_row(one: LayoutPrediction, chosen: LayoutPrediction) -> list[str]:
-    bubble_s = one.parts_s.get("pipeline bubble and transfers", 0.0)
-    return [
-        "*" if one.layout == chosen.layout else "",
-        one.layout.name,
-        format_duration(one.step_s),
-        format_percent(float(f"{one.uncertainty:.1g}")),
-        f"{one.flop_per_s / 1e12:.0f}",
-        format_percent(one.exposed_s / one.step_s),
-        format_percent(bubble_s / one.step_s),
-        format_size(one.memory.total_bytes),
-        one.binding,
-        one.binding_link or "-",
-    ]
-
-
-def _write_page(path: Path, answer: Answer) -> None:
-    from wirespeed.cli.render import say
-    from wirespeed.plan.layout_words import explain_layout
-    from wirespeed.report.plan_page import stacked_bars, write_plan
-
-    question = answer.question
-    figures, tables, notes = [], [], []
-    if answer.layouts is not None:
-        held = answer.layouts
-        bars = stacked_bars([p.layout.name for p in held.predictions], [p.parts_s for p in held.predictions])
-        figures.append(("Where a step's time goes, by layout", bars))
-        rows = [_layout_row(one, held.chosen) for one in held.predictions]
-        tables.append(("Layouts", _LAYOUT_HEADINGS, rows))
-        notes += list(explain_layout(question, held.chosen, held).lines)
-    if answer.strategies is not None and answer.choice is not None:
-        from wirespeed.plan import best_of_each_codec
-
-        best = best_of_each_codec(answer.strategies.predictions)
-        parts = [{"compute": p.compute_s, "exposed communication": p.exposed_s} for p in best]
-        bars = stacked_bars([p.strategy.name for p in best], parts)
-        figures.append(("Data parallel: compute and exposed communication, by strategy", bars))
-        notes.append(answer.choice.reason)
-    where = f"{question.num_ranks} x {question.device.name}, {question.fabric.name}"
-    title = f"{question.model.name} on {question.num_ranks} x {question.device.name}"
-    say(f"wrote {write_plan(path, title=title, lead=where, figures=figures, tables=tables, notes=notes)}")
-
-
-def _print_table(predictions: Sequence[Prediction], chosen: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "strategy", "fidelity", "step", "exposed", "sent per step", "binding", "in range"):
-        table.add_column(name, justify="right" if name in ("step", "exposed", "sent per step") else "left")
-    for prediction in predictions:
-        strategy = prediction.strategy
-        table.add_row(
-            "*" if strategy.name == chosen else "",
-            strategy.name,
-            strategy.fidelity,
-            format_duration(prediction.step_s),
-            format_duration(prediction.exposed_s),
-            format_size(prediction.wire_bytes),
-            prediction.binding,
-            "yes" if prediction.is_in_range else "no",
-        )
-    Console().print(table)
-
-
-def _report_skipped(skipped: dict[str, str]) -> None:
-    reasons: dict[str, list[str]] = {}
-    for name, reason in skipped.items():
-        reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
-        print(f"not predicted: {', '.join(names)}: {reason}", file=sys.stderr)

@@ -24,6 +24,7 @@ from wirespeed.plan.devices import find_device
 from wirespeed.plan.layouts import LayoutSearch, parse_layout, search_layouts
 from wirespeed.plan.search import Choice, Search, choose, rank
 from wirespeed.plan.space import legal_strategies
+from wirespeed.sim.cadence import Cadence, CadencePrediction, predict_cadence, scaled
 from wirespeed.sim.layout import Layout
 from wirespeed.sim.memory import memory_use
 from wirespeed.sim.training import predict_step
@@ -37,6 +38,15 @@ DEFAULT_BATCH_PER_DEVICE = 32
 """Samples per device and step where a question names no batch and the model is small enough for data parallelism."""
 DEFAULT_TOKENS = 2**22
 """Tokens per step where a question about a language model names no batch: GPT-3's 3.2 million and Llama's 4 million."""
+
+
+CADENCES = {
+    "every step": Cadence(),
+    "accumulated over 4": Cadence(accumulation=4),
+    "delayed by a step": Cadence(name="delayed"),
+    "local SGD, every 8": Cadence(name="local_sgd", period=8),
+    "DiLoCo, every 64 in 4 fragments": Cadence(name="diloco", period=64, fragments=4),
+}
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +93,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     workload: TrainingWorkload | None
     bindings: dict[str, str]
     """The link behind each collective of the strategies."""
+    cadences: dict[str, CadencePrediction] = {}
+    """The chosen strategy exchanged less often, by name: steps of the same samples, but not of the same algorithm."""
 
     @property
     def step_s(self) -> float:
@@ -193,14 +205,15 @@ def ask(question: Question) -> Answer:
             f"got {question.model.name} with {question.global_batch / question.num_ranks:.3g} samples per device",
             expected="whole samples per device, and a replica that fits on one",
         )
-    strategies, choice, workload, bindings = (None, None, None, {}) if found is None else found
+    if found is not None:
+        return msgspec.structs.replace(found, layouts=layouts)
     return Answer(
         question=question,
         layouts=layouts,
-        strategies=strategies,
-        choice=choice,
-        workload=workload,
-        bindings=bindings,
+        strategies=None,
+        choice=None,
+        workload=None,
+        bindings={},
     )
 
 
@@ -223,7 +236,7 @@ def _replica_fits(question: Question) -> bool:
     return memory_use(shape, layout).fits(question.device)
 
 
-def _ask_strategies(question: Question) -> tuple[Search, Choice, TrainingWorkload, dict[str, str]]:
+def _ask_strategies(question: Question) -> Answer:
     workload = workload_of(
         question.model,
         question.device,
@@ -234,6 +247,7 @@ def _ask_strategies(question: Question) -> tuple[Search, Choice, TrainingWorkloa
         samples_per_s=question.samples_per_s,
         is_fused_attention=question.is_fused_attention,
     )
+    workload = scaled(workload, question.slowdown)
     costs = PlacedCosts(question.fabric, question.placement, question.device, backend=question.backend)
     held: list[Prediction] = []
     skipped: dict[str, str] = {}
@@ -245,7 +259,20 @@ def _ask_strategies(question: Question) -> tuple[Search, Choice, TrainingWorkloa
     if Strategy() not in [one.strategy for one in held]:
         raise DataError(next(iter(skipped.values()), "dense cannot be predicted on this fabric"))
     found = Search(predictions=rank(held), skipped=skipped)
-    return found, choose(held, question.fidelity), workload, dict(costs.bindings)
+    choice = choose(held, question.fidelity)
+    return Answer(
+        question=question,
+        layouts=None,
+        strategies=found,
+        choice=choice,
+        workload=workload,
+        bindings=dict(costs.bindings),
+        cadences={
+            name: predict_cadence(workload, choice.strategy, costs, cadence) for name, cadence in CADENCES.items()
+        }
+        if question.num_ranks > 1
+        else {},
+    )
 
 
 class _Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
