@@ -38,7 +38,7 @@ def test_train_ranks_strategies_of_what_is_no_transformer(capsys):
     assert {one["strategy"]["codec"] for one in out["strategies"]["predictions"]} >= {"dense", "half", "int8"}
     assert out["links"]["all_reduce"].startswith("NIC of host")
     steps = {name: one["step_s"] for name, one in out["cadences"].items()}
-    assert steps["local SGD, every 8"] < steps["every step"] <= steps["accumulated over 4"]
+    assert steps["delayed by a step"] <= steps["every step"] <= steps["accumulated over 4"]
 
 
 def test_train_says_change_nothing_of_a_good_layout(capsys):
@@ -96,7 +96,8 @@ def test_distribute_ranks_schemes(capsys):
         capsys, "plan", "distribute", "--size", "140GB", "--fabric", "tree hosts=16 rack=4 nic=100g oversubscription=2"
     )
     totals = [one["total_s"] for one in out["schemes"]]
-    assert totals[0] == min(totals)
+    # Ranked to three digits; equal ones by what they send over uplinks.
+    assert totals[0] <= 1.01 * min(totals)
     assert {one["scheme"] for one in out["schemes"]} >= {"store", "chain", "rack-chain"}
 
 

@@ -119,8 +119,8 @@ def test_one_slow_stage_slows_the_whole_pipeline():
     one = predict(slowdown=(1.0, 1.5, 1.0, 1.0)).step_s
     every = predict(slowdown=1.5).step_s
     assert even < one <= every
-    # 16 micro-batches wait for the slow stage: nearly all of the loss, not a quarter of it.
-    assert one - even > 0.6 * (every - even)
+    # 16 micro-batches wait for the slow stage: most of the loss, not a quarter of it.
+    assert one - even > 0.5 * (every - even)
 
 
 @pytest.mark.parametrize("slowdown", [0.5, float("inf"), (1.0, 1.0)])

@@ -92,7 +92,7 @@ def train(
 
       wirespeed plan train --model resnet50 --fabric "star hosts=8 nic=10g" --device v100 --dtype fp32
 
-      wirespeed plan train --workload tune.json --fabric fabric.toml --fidelity lossy --json
+      wirespeed plan train -w tune.json -f fabric.toml --fidelity lossy --json
     """
     from wirespeed.plan import best_of_each_codec, choose
 

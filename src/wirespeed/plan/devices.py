@@ -8,6 +8,8 @@ give ``device=NAME,matrix_share=0.6`` or measure a step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from wirespeed.errors import UsageError
@@ -172,7 +174,7 @@ _ALIASES = {
     "rtx4090": "4090",
     "h800": "h100",
 }
-_PARSERS = {
+_PARSERS: dict[str, Callable[[str], float]] = {
     "matrix_share": float,
     "memory_share": float,
     "memory": lambda text: float(parse_size(text)),

@@ -266,7 +266,7 @@ def _ask_strategies(question: Question) -> Answer:
         strategies=found,
         choice=choice,
         workload=workload,
-        bindings=dict(costs.bindings),
+        bindings={str(collective): link for collective, link in costs.bindings.items()},
         cadences={
             name: predict_cadence(workload, choice.strategy, costs, cadence) for name, cadence in CADENCES.items()
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def stacked_bars(labels: Sequence[str], parts: Sequence[dict[str, float]], *, un
 
 
 def lines(
-    x: Sequence[float], series: dict[str, Sequence[float]], *, x_title: str, y_title: str, is_log: bool = False
+    x: Sequence[float], series: Mapping[str, Sequence[float]], *, x_title: str, y_title: str, is_log: bool = False
 ) -> dict[str, Any]:
     """Curves over common x."""
     kind = "log" if is_log else "linear"

@@ -96,7 +96,7 @@ def predict_distribution(
     }
     for rack, rate in hosts.uplink_bytes_per_s.items():
         share = racks[rack] / max(racks.values()) if scheme in ("store", "mesh") else 1.0
-        copies = max(entering * share, leaving * share if scheme != "store" else 0.0)
+        copies = max(1.0, entering * share, leaving * share)
         links[f"uplink of rack {rack}"] = copies * size_bytes / rate
     if scheme == "mesh":
         links = {name: time_s / (MESH_SHARE if "NIC" in name else 1) for name, time_s in links.items()}
@@ -118,7 +118,7 @@ def predict_distribution(
         lower_bound_s=lower_bound_s(size_bytes, hosts),
         binding=binding,
         store_bytes=store * size_bytes,
-        uplink_bytes=entering * size_bytes if len(racks) > 1 else 0.0,
+        uplink_bytes=entering * size_bytes if hosts.uplink_bytes_per_s else 0.0,
         parts_s=parts_s,
     )
 
@@ -159,11 +159,9 @@ def _copies(  # noqa: PLR0911 - one row per scheme
             return num_hosts, largest, 0.0, 0.0, 1.0
         case "tree":
             # The first host serves one host per round after its own.
-            crossing = 1.0 if len(racks) > 1 else 0.0
-            return 1.0, crossing, crossing * min(rounds, len(racks)), max(0.0, rounds - 1.0), 0.0
+            return 1.0, 1.0, float(min(rounds, len(racks)) if len(racks) > 1 else 0), max(0.0, rounds - 1.0), 0.0
         case "binary":
-            crossing = 1.0 if len(racks) > 1 else 0.0
-            return 1.0, crossing, 2.0 * crossing, min(2.0, num_hosts - 1.0), float(rounds)
+            return 1.0, 1.0, 2.0 if len(racks) > 1 else 0.0, min(2.0, num_hosts - 1.0), float(rounds)
         case "chain":
             return 1.0, 1.0, 1.0, min(1.0, num_hosts - 1.0), float(num_hosts)
         case "rack-chain":
@@ -174,7 +172,7 @@ def _copies(  # noqa: PLR0911 - one row per scheme
             crossing = 0.0 if len(racks) == 1 else min(1.0, math.log2(len(racks)) / max(1, rounds)) * largest * others
             return 1.0, max(1.0, crossing), max(1.0, crossing), 1.0, float(rounds)
         case "mesh":
-            return 1.0, largest * others, largest * others, 1.0, float(rounds)
+            return 1.0, max(1.0, largest * others), largest * others, 1.0, float(rounds)
         case "rack-share":
             # Each rack takes one copy from the store; its hosts pass their parts around inside the rack.
             return float(len(racks)), 1.0, 0.0, (largest - 1) / largest, 2.0

@@ -350,7 +350,7 @@ def _binding(parts: _Parts) -> str:
 
 def _binding_link(parts: _Parts) -> str | None:
     exposed = {name: parts.seconds.get(name, 0.0) for name in parts.costs}
-    exposed = {name: seconds for name, seconds in exposed.items() if seconds > 0}
+    exposed = {name: s for name, s in exposed.items() if s > 0 and any(own_s > 0 for own_s, _ in parts.costs[name])}
     if not exposed:
         return None
     worst = max(exposed, key=lambda name: exposed[name])

@@ -122,7 +122,7 @@ def _run(  # noqa: PLR0917 - private, called in one place
         replica_s = heapq.heappop(free)
         first = pending[0]
         start_s = max(replica_s, first)
-        batch = []
+        batch: list[float] = []
         deadline_s = max(start_s, first + service.max_wait_s)
         while pending and len(batch) < service.max_batch and pending[0] <= deadline_s:
             batch.append(heapq.heappop(pending))

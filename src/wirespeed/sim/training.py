@@ -127,8 +127,7 @@ def simulate_step(
     else:
         ready_s = [min(bucket.ready_s, backward_s) for bucket in buckets]
         first_ready_s = ready_s[0]
-        # NCCL runs the collectives of a group one after another on one stream.
-        width = DENSE_IN_FLIGHT if strategy.codec == "dense" and workload.cpus_per_rank is not None else 1
+        width = DENSE_IN_FLIGHT if strategy.codec == "dense" else 1
         backward_end_s, exchange_end_s, spans = run_step(
             backward_s, ready_s, exchanges, cpus=workload.cpus_per_rank, first_lane_width=width
         )
