@@ -37,13 +37,14 @@ from wirespeed.plan.devices import find_device
 from wirespeed.plan.search import MARGIN
 from wirespeed.plan.transformers import gpt
 from wirespeed.sim.cadence import scaled
-from wirespeed.sim.flow import Exchange, run_step
+from wirespeed.sim.costs import StageCost, TransferCost
 from wirespeed.sim.fusion import all_at_once, drain, fuse_by_cycle, merge_to_save, one_by_one
 from wirespeed.sim.layout import Layout
 from wirespeed.sim.parallelism import LayoutPrediction, predict_layout
-from wirespeed.sim.training import Bucket, fill_buckets
+from wirespeed.sim.training import Bucket, fill_buckets, simulate_step
 from wirespeed.spec.model import Transformer
-from wirespeed.spec.workload import GradientTensor
+from wirespeed.spec.strategy import Strategy, Transfer
+from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 
 TABLES: dict[str, Any] = json.loads((Path(__file__).parent / "published" / "tables.json").read_text())
 Results = dict[str, Any]
@@ -288,6 +289,7 @@ def what_if_simulator(results: Results) -> list[Bar]:
 KNOTS = np.array([1e3, 3e5, 2e6, 5e6, 1.2e7, 2.8e7, 6e7, 1.2e8, 2.5e8])
 """Sizes at which a curve of unknown shape is described."""
 MB = 10**6
+SCALE = 1000
 
 
 class BucketCase:
@@ -319,14 +321,46 @@ class BucketCase:
                 done_s = 0.0
                 for bucket, own_s in zip(buckets, times, strict=True):
                     done_s = max(done_s, bucket.ready_s) + own_s
-            else:  # gloo: two collectives progress at a time and share the wire, not the latency
-                latency_s = float(cost_s(np.array([KNOTS[0]]))[0])
-                parts = [(min(latency_s, own_s), max(0.0, own_s - latency_s), 0.0) for own_s in times]
-                ready = [min(bucket.ready_s, self.backward_s) for bucket in buckets]
-                exchanges = [Exchange((0.0, 0.0), (part,)) for part in parts]
-                _, done_s, _ = run_step(self.backward_s, ready, exchanges, cpus=None, first_lane_width=2)
+            else:
+                done_s = self._gloo_s(buckets, times, float(cost_s(np.array([KNOTS[0]]))[0]))
             found.append(self.rest_s + max(self.backward_s, done_s))
         return np.array(found)
+
+    def _gloo_s(self, buckets: tuple[Bucket, ...], times: np.ndarray, latency_s: float) -> float:
+        """End of the last bucket: two collectives progress at a time and share the wire, not the latency."""
+        # Sizes are scaled up so that the smallest tensor, of two elements, is a bucket of its own.
+        known = {4 * SCALE * bucket.num_elements: float(own_s) for bucket, own_s in zip(buckets, times, strict=True)}
+        workload = TrainingWorkload(
+            gradients=tuple(
+                GradientTensor(
+                    name=str(place_), num_elements=SCALE * b.num_elements, ready_s=min(b.ready_s, self.backward_s)
+                )
+                for place_, b in enumerate(buckets)
+            ),
+            forward_s=0.0,
+            backward_s=self.backward_s,
+            optimizer_s=0.0,
+            num_ranks=2,
+        )
+        costs = KnownCosts(known, latency_s)
+        return simulate_step(workload, Strategy(bucket_bytes=1024), costs, first_bucket_bytes=1).step_s
+
+
+class KnownCosts:
+    """``sim.StepCosts`` of messages whose times are known."""
+
+    def __init__(self, seconds: dict[int, float], latency_s: float) -> None:
+        self.seconds = seconds
+        self.latency_s = latency_s
+
+    def transfer(self, transfer: Transfer) -> TransferCost:
+        """The time of its size."""
+        own_s = self.seconds[transfer.size_bytes]
+        return TransferCost(seconds=own_s, latency_s=min(self.latency_s, own_s))
+
+    def stage(self, strategy: Strategy, stage: str, size_bytes: int) -> StageCost:
+        """Dense has none."""
+        return StageCost(seconds=0.0)
 
 
 def infer_curve(cases: Sequence[BucketCase], gpus: int) -> np.ndarray:
