@@ -27,7 +27,7 @@ from wirespeed.spec.device import Device
 from wirespeed.spec.model import Transformer
 from wirespeed.units import format_duration, format_percent
 
-FINALISTS = 6
+FINALISTS = 4
 """Layouts that are predicted again with the exact schedule."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 INTERLEAVES = (1, 2, 3, 4, 6, 8)
