@@ -13,6 +13,7 @@ from wirespeed.fabric.calibrate import calibrate
 from wirespeed.fabric.collectives import codec_stage_s, collective_cost, lower_bound_s, nic_factor
 from wirespeed.fabric.curves import fit_curve, isotonic
 from wirespeed.fabric.files import format_fabric, parse_fabric
+from wirespeed.fabric.parts import Island, Protocol, Switch, Transport
 from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Curve, Fabric, Figure, Host, Uplink
 from wirespeed.records import Collective, CollectiveSample, CollectivesRecord, Environment, LinkSample, LinksRecord
 from wirespeed.spec.strategy import bus_factor
@@ -161,21 +162,62 @@ def curves(draw: st.DrawFn) -> Curve:
     return Curve(sizes_bytes=tuple(points), times_s=tuple(times), cpu=tuple(cpu), residual=draw(st.floats(0, 10)))
 
 
+protocols = st.lists(
+    st.builds(Protocol, name=names, hop_s=st.floats(0, 1), factor=st.floats(0.01, 1)), max_size=2
+).map(tuple)  # fmt: skip
+latencies = figures.filter(lambda figure: figure.value < 1e6)
+transports = st.builds(
+    Transport, name=names, latency_s=latencies, protocols=protocols, launch_s=st.floats(0, 1), switch_s=st.floats(0, 1),
+    flow_bit_per_s=st.none() | figures, streams=st.integers(1, 9), window_bytes=st.none() | st.integers(1, 2**40),
+    first_window_bytes=st.none() | st.integers(1, 2**20), buffer_bytes=st.none() | st.integers(1, 2**30),
+    timeout_s=st.floats(0, 9), collective_share=st.floats(0.01, 1),
+)  # fmt: skip
+islands = st.builds(
+    Island, name=names, kind=st.sampled_from(["switch", "bus"]), rate_bit_per_s=figures, num_devices=st.integers(1, 99),
+    protocols=protocols, cross_bit_per_s=st.none() | figures,
+)  # fmt: skip
+
+
+@st.composite
+def switched(draw: st.DrawFn) -> tuple[tuple[Switch, ...], tuple[str, ...]]:
+    """A tree of switches, each below an earlier one, and their names."""
+    held = draw(st.lists(names, min_size=1, max_size=5, unique=True))
+    switches = [Switch(name=held[0])]
+    for i, name in enumerate(held[1:]):
+        above = held[draw(st.integers(0, i))]
+        rate = draw(st.none() | figures)
+        switches.append(Switch(name=name, parent=above, rate_bit_per_s=rate, num_links=draw(st.integers(1, 64))))
+    return tuple(switches), tuple(held)
+
+
 @st.composite
 def fabrics(draw: st.DrawFn) -> Fabric:
+    switches, at = draw(st.just(((), ())) | switched())
+    parts = {
+        what: tuple(draw(st.lists(build, max_size=2, unique_by=lambda part: part.name)))
+        for what, build in (("transport", transports), ("island", islands))
+    }
+    named = {what: st.sampled_from(["", *(part.name for part in held)]) for what, held in parts.items()}
     hosts = draw(
         st.lists(
-            st.builds(Host, name=names, rack=names, kind=names, cpus=st.none() | st.floats(0.1, 512),
-                      rate_bit_per_s=st.none() | figures),
+            st.builds(Host, name=names, rack=st.sampled_from(at) if at else names, kind=names,
+                      cpus=st.none() | st.floats(0.1, 512), rate_bit_per_s=st.none() | figures,
+                      num_nics=st.integers(1, 8), num_devices=st.integers(1, 8), price=st.none() | st.floats(0, 1e6),
+                      **named),
             min_size=1, max_size=4, unique_by=lambda host: host.name,
         )
     )  # fmt: skip
-    racks = st.sampled_from([host.rack for host in hosts])
+    racks = st.nothing() if at else st.sampled_from([host.rack for host in hosts])
     origins = st.sampled_from(["measured", "declared", "assumed"])
     return Fabric(
         name=draw(st.text()),
         hosts=tuple(hosts),
         rtt_s=draw(st.none() | figures),
+        switches=switches,
+        transports=parts["transport"],
+        islands=parts["island"],
+        spread=draw(st.sampled_from(["packets", "flows"])),
+        currency=draw(names),
         uplinks=tuple(draw(st.lists(st.builds(Uplink, rack=racks, rate_bit_per_s=figures), max_size=2))),
         collectives=tuple(
             draw(

@@ -6,23 +6,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from wirespeed import units
+from wirespeed.cli import fabric_shapes
 from wirespeed.cli.render import make_table, print_json, say, show
 from wirespeed.errors import DataError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
     from wirespeed.fabric.topology import Curve, Fabric, Figure
 
 app = typer.Typer(
-    help="Turn measurements into a fabric.toml, which `plan` and `tune` predict from.",
+    help="The network as data: from measurements, from one line, from other tools. `plan` and `tune` predict from it.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
+app.command("new")(fabric_shapes.new)
+app.command("import")(fabric_shapes.import_fabric)
+app.command("nics")(fabric_shapes.nics)
+app.command("cost")(fabric_shapes.cost)
+
 BAD_RESIDUAL = 0.2
+MAX_ROWS = 40
+"""Hosts up to which each gets a row unasked."""
 _JSON = typer.Option("--json", help="One JSON document on stdout.")
 
 
@@ -82,27 +92,104 @@ def calibrate(
 
 
 @app.command("show")
-def show_file(
-    path: Annotated[Path, typer.Argument(help="A fabric.toml.", metavar="FABRIC")],
+def show_fabric(
+    fabric: Annotated[
+        str, typer.Argument(help="A fabric.toml, or one line that describes a fabric.", metavar="FABRIC")
+    ],
     *,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with a drawing.", metavar="FILE")] = None,
+    all_hosts: Annotated[bool, typer.Option("--all", help="A row for every host, however many.")] = False,
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
-    """Show a fabric: its hosts, links and curves, and where each number comes from.
+    """Draw a fabric, and show its hosts, links and curves and where each number comes from.
 
-    Example:
+    Examples:
 
       wirespeed fabric show fabric.toml
-    """
-    from wirespeed.fabric.files import read_fabric
 
-    _print(read_fabric(path), as_json=as_json)
+      wirespeed fabric show "fat-tree hosts=64 nic=400g-ib oversubscription=2"
+
+      wirespeed fabric show "rail hosts=128 nics=8 nic=400g-roce island=nvlink4" --html fabric.html
+    """
+    from wirespeed.fabric.words import load_fabric
+
+    held = load_fabric(fabric)
+    if html is not None:
+        from wirespeed.fabric.picture import fabric_page
+        from wirespeed.records import write_bytes
+
+        say(f"wrote {write_bytes(html, fabric_page(held, _facts(held)).encode())}")
+    if as_json:
+        print_json(held)
+        return 0
+    show(_tree(held))
+    for name, value in _facts(held):
+        show(Text(f"{name}: {value}"))
+    _print(held, as_json=False, all_hosts=all_hosts)
     return 0
 
 
-def _print(fabric: Fabric, *, as_json: bool) -> None:
+def _tree(fabric: Fabric) -> RenderableType:
+    from rich.tree import Tree
+
+    from wirespeed.fabric.drawing import Branch, draw
+
+    def label(branch: Branch) -> Text:
+        return Text.assemble((branch.title, "bold"), f"  {branch.detail}" if branch.detail else "")
+
+    def grow(tree: Tree, branch: Branch) -> None:
+        for child in branch.children:
+            grow(tree.add(label(child)), child)
+
+    root = draw(fabric)
+    tree = Tree(label(root))
+    grow(tree, root)
+    return tree
+
+
+def _facts(fabric: Fabric) -> list[tuple[str, str]]:
+    """What a drawing cannot show: counts, bisection, prices, and the source of each assumed or declared figure."""
+    facts = [("hosts", f"{len(fabric.hosts)}, devices: {sum(host.num_devices for host in fabric.hosts)}")]
+    prices = [host.price for host in fabric.hosts]
+    known = [price for price in prices if price is not None]
+    if known and len(known) == len(prices):
+        facts.append(("price", f"{sum(known):,.0f} {fabric.currency} (assumed unless you gave it)"))
+    figures = {host.rate_bit_per_s for host in fabric.hosts if host.rate_bit_per_s is not None}
+    facts += [
+        ("NIC", f"{units.format_rate(figure.value)} {figure.origin}{_source(figure.source)}")
+        for figure in sorted(figures, key=lambda f: (-f.value, f.source))
+    ]
+    for transport in fabric.transports:
+        latency = transport.latency_s
+        text = f"latency {units.format_duration(latency.value)} {latency.origin}{_source(latency.source)}"
+        facts.append((f"transport {transport.name}", text))
+        if transport.flow_bit_per_s is not None:
+            flow = transport.flow_bit_per_s
+            text = f"{units.format_rate(flow.value)} per stream, {transport.streams} of them{_source(flow.source)}"
+            facts.append((f"transport {transport.name}", text))
+    for island in fabric.islands:
+        rate = island.rate_bit_per_s
+        text = f"{units.format_rate(rate.value)} {rate.origin}{_source(rate.source)}"
+        facts.append((f"island {island.name}", text))
+    return facts
+
+
+def _source(text: str) -> str:
+    return f": {text}" if text else ""
+
+
+def _print(fabric: Fabric, *, as_json: bool, all_hosts: bool = True) -> None:
     if as_json:
         print_json(fabric)
         return
+    if all_hosts or len(fabric.hosts) <= MAX_ROWS:
+        _print_hosts(fabric)
+    else:
+        show(f"{len(fabric.hosts)} hosts: --all lists them")
+    _print_rest(fabric)
+
+
+def _print_hosts(fabric: Fabric) -> None:
     show(
         make_table(
             ["host", "rack<", "kind<", "cpus", "goodput", "origin<"],
@@ -119,8 +206,14 @@ def _print(fabric: Fabric, *, as_json: bool) -> None:
             title=f"Fabric {fabric.name}",
         )
     )
+
+
+def _print_rest(fabric: Fabric) -> None:
     rtt, origin = _figure(fabric.rtt_s, units.format_duration)
-    show(f"round trip: {rtt} ({origin})" if fabric.rtt_s is not None else "round trip: unknown")
+    if fabric.rtt_s is not None:
+        show(f"round trip: {rtt} ({origin})")
+    elif not fabric.transports:
+        show("round trip: unknown")
     if fabric.uplinks:
         rows = [[u.rack, *_figure(u.rate_bit_per_s, units.format_rate)] for u in fabric.uplinks]
         show(make_table(["uplink of rack", "goodput", "origin<"], rows))

@@ -18,9 +18,8 @@ A field that is not known is an error, so that a misspelt one cannot be overlook
 
 from __future__ import annotations
 
-import json
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,69 +27,31 @@ import msgspec
 
 from wirespeed import units
 from wirespeed.errors import DataError, UsageError
-from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Curve, Fabric, Figure, Host, Uplink
-from wirespeed.records import Collective, write_bytes
-from wirespeed.spec.workload import Origin
+from wirespeed.fabric.entries import (
+    CodecEntry,
+    CollectiveEntry,
+    DragonflyEntry,
+    FigureEntry,
+    FileEntry,
+    HostEntry,
+    IslandEntry,
+    ProtocolEntry,
+    SwitchEntry,
+    TransportEntry,
+)
+from wirespeed.fabric.formatting import SCHEMA, exact_duration, exact_rate, exact_size, format_fabric, write_fabric
+from wirespeed.fabric.parts import Dragonfly, Figure, Island, Protocol, Switch, Transport
+from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Curve, Fabric, Host, Uplink
 
-SCHEMA = 1
+__all__ = [
+    "MAX_FABRIC_BYTES", "SCHEMA", "exact_duration", "exact_rate", "exact_size", "format_fabric", "parse_fabric",
+    "read_fabric", "write_fabric",
+]  # fmt: skip
+
 MAX_FABRIC_BYTES = 64 * units.MIB
 
 _T = TypeVar("_T")
-
-
-class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class _Figure(_Entry, frozen=True, kw_only=True):
-    value: str
-    origin: Origin
-    source: str = ""
-
-
-class _Host(_Entry, frozen=True, kw_only=True):
-    name: str
-    rack: str = "r0"
-    kind: str = "default"
-    cpus: float | None = None
-    rate: str | _Figure | None = None
-
-
-class _Uplink(_Entry, frozen=True, kw_only=True):
-    rack: str
-    rate: str | _Figure
-
-
-class _Collective(_Entry, frozen=True, kw_only=True):
-    collective: Collective
-    backend: str
-    num_ranks: int
-    ranks_per_host: int = 1
-    dtype: str = "float32"
-    beside_compute: bool = False
-    origin: Origin = "declared"
-    residual: float = 0.0
-    points: list[list[str | float]]
-
-
-class _Codec(_Entry, frozen=True, kw_only=True):
-    codec: str
-    stage: str
-    kind: str = "default"
-    num_ranks: int
-    origin: Origin = "declared"
-    residual: float = 0.0
-    points: list[list[str | float]]
-
-
-class _File(_Entry, frozen=True, kw_only=True):
-    schema: int
-    name: str = ""
-    rtt: str | _Figure | None = None
-    hosts: list[_Host] = []
-    uplinks: list[_Uplink] = []
-    collectives: list[_Collective] = []
-    codecs: list[_Codec] = []
+_E = TypeVar("_E")
 
 
 def read_fabric(path: str | Path) -> Fabric:
@@ -121,57 +82,159 @@ def parse_fabric(text: str, *, source: str = "input") -> Fabric:
             hint="it was written by a newer wirespeed: upgrade to read it",
         )
     try:
-        held = msgspec.convert(document, type=_File)
+        held = msgspec.convert(document, type=FileEntry)
     except msgspec.ValidationError as fault:
         raise DataError(f"{source} is not a fabric: {fault}", expected="the fields of a fabric.toml") from fault
     return _in_field(source, "the fabric", lambda: _fabric(held, source))
 
 
-def _fabric(held: _File, source: str) -> Fabric:
+def _fabric(held: FileEntry, source: str) -> Fabric:
+    def each(field: str, entries: list[_E], make: Callable[[_E, _Fields], _T]) -> tuple[_T, ...]:
+        return tuple(
+            _in_field(source, f"{field}[{i}]", lambda i=i, entry=entry: make(entry, _Fields(source, f"{field}[{i}]")))  # type: ignore[misc]
+            for i, entry in enumerate(entries)
+        )
+
+    fields = _Fields(source, "")
     return Fabric(
         name=held.name,
-        rtt_s=_in_field(source, "rtt", lambda: _figure(held.rtt, units.parse_duration)),
-        hosts=tuple(
-            Host(
-                name=host.name,
-                rack=host.rack,
-                kind=host.kind,
-                cpus=host.cpus,
-                rate_bit_per_s=_in_field(source, f"hosts[{i}].rate", lambda h=host: _figure(h.rate, units.parse_rate)),  # type: ignore[misc]
-            )
-            for i, host in enumerate(held.hosts)
+        rtt_s=fields.read("rtt", lambda: _figure(held.rtt, units.parse_duration)),
+        hosts=each("hosts", held.hosts, _host),
+        uplinks=each(
+            "uplinks", held.uplinks, lambda u, at: Uplink(rack=u.rack, rate_bit_per_s=at.rate("rate", u.rate))
         ),
-        uplinks=tuple(
-            Uplink(
-                rack=uplink.rack,
-                rate_bit_per_s=_in_field(source, f"uplinks[{i}].rate", lambda u=uplink: _rate(u.rate)),  # type: ignore[misc]
-            )
-            for i, uplink in enumerate(held.uplinks)
+        switches=each("switches", held.switches, _switch),
+        dragonfly=None if held.dragonfly is None else _dragonfly(held.dragonfly, _Fields(source, "dragonfly")),
+        transports=each("transports", held.transports, _transport),
+        islands=each("islands", held.islands, _island),
+        spread=held.spread,
+        currency=held.currency,
+        collectives=each("collectives", held.collectives, _collective),
+        codecs=each("codecs", held.codecs, _codec),
+    )
+
+
+class _Fields:
+    """Where in the file a value stands, so that what is wrong with it can be named."""
+
+    def __init__(self, source: str, entry: str) -> None:
+        self.source = source
+        self.entry = entry
+
+    def read(self, name: str, make: Callable[[], _T]) -> _T:
+        return _in_field(self.source, f"{self.entry}.{name}" if self.entry else name, make)
+
+    def rate(self, name: str, held: str | FigureEntry) -> Figure:
+        figure = self.maybe_rate(name, held)
+        assert figure is not None
+        return figure
+
+    def maybe_rate(self, name: str, held: str | FigureEntry | None) -> Figure | None:
+        return self.read(name, lambda: _figure(held, units.parse_rate))
+
+    def size(self, name: str, held: str | None) -> int | None:
+        return None if held is None else self.read(name, lambda: units.parse_size(held))
+
+    def duration(self, name: str, held: str) -> float:
+        return self.read(name, lambda: units.parse_duration(held))
+
+
+def _host(held: HostEntry, at: _Fields) -> Host:
+    return Host(
+        name=held.name,
+        rack=held.rack,
+        kind=held.kind,
+        cpus=held.cpus,
+        rate_bit_per_s=at.maybe_rate("rate", held.rate),
+        num_nics=held.num_nics,
+        switches=tuple(held.switches),
+        num_devices=held.num_devices,
+        island=held.island,
+        transport=held.transport,
+        price=held.price,
+    )
+
+
+def _switch(held: SwitchEntry, at: _Fields) -> Switch:
+    return Switch(
+        name=held.name,
+        parent=held.parent,
+        rate_bit_per_s=at.maybe_rate("rate", held.rate),
+        num_links=held.num_links,
+    )
+
+
+def _dragonfly(held: DragonflyEntry, at: _Fields) -> Dragonfly:
+    return at.read(
+        "shape",
+        lambda: Dragonfly(
+            num_groups=held.num_groups,
+            routers_per_group=held.routers_per_group,
+            local_bit_per_s=at.rate("local_rate", held.local_rate),
+            global_bit_per_s=at.rate("global_rate", held.global_rate),
+            detour=held.detour,
         ),
-        collectives=tuple(
-            CollectiveCurve(
-                collective=c.collective,
-                backend=c.backend,
-                num_ranks=c.num_ranks,
-                ranks_per_host=c.ranks_per_host,
-                dtype=c.dtype,
-                beside_compute=c.beside_compute,
-                origin=c.origin,
-                curve=_in_field(source, f"collectives[{i}].points", lambda c=c: _curve(c.points, c.residual)),  # type: ignore[misc]
-            )
-            for i, c in enumerate(held.collectives)
-        ),
-        codecs=tuple(
-            CodecCurve(
-                codec=c.codec,
-                stage=c.stage,
-                kind=c.kind,
-                num_ranks=c.num_ranks,
-                origin=c.origin,
-                curve=_in_field(source, f"codecs[{i}].points", lambda c=c: _curve(c.points, c.residual)),  # type: ignore[misc]
-            )
-            for i, c in enumerate(held.codecs)
-        ),
+    )
+
+
+def _transport(held: TransportEntry, at: _Fields) -> Transport:
+    latency = at.read("latency", lambda: _figure(held.latency, units.parse_duration))
+    assert latency is not None
+    return Transport(
+        name=held.name,
+        latency_s=latency,
+        protocols=_protocols(held.protocols, at),
+        launch_s=at.duration("launch", held.launch),
+        switch_s=at.duration("switch", held.switch),
+        flow_bit_per_s=at.maybe_rate("flow_rate", held.flow_rate),
+        streams=held.streams,
+        window_bytes=at.size("window", held.window),
+        first_window_bytes=at.size("first_window", held.first_window),
+        buffer_bytes=at.size("buffer", held.buffer),
+        timeout_s=at.duration("timeout", held.timeout),
+        collective_share=held.collective_share,
+    )
+
+
+def _island(held: IslandEntry, at: _Fields) -> Island:
+    return Island(
+        name=held.name,
+        kind=held.kind,
+        rate_bit_per_s=at.rate("rate", held.rate),
+        num_devices=held.num_devices,
+        protocols=_protocols(held.protocols, at),
+        cross_bit_per_s=at.maybe_rate("cross_rate", held.cross_rate),
+    )
+
+
+def _protocols(held: list[ProtocolEntry], at: _Fields) -> tuple[Protocol, ...]:
+    return tuple(
+        Protocol(name=p.name, hop_s=at.duration(f"protocols[{i}].hop", p.hop), factor=p.factor)
+        for i, p in enumerate(held)
+    )
+
+
+def _collective(held: CollectiveEntry, at: _Fields) -> CollectiveCurve:
+    return CollectiveCurve(
+        collective=held.collective,
+        backend=held.backend,
+        num_ranks=held.num_ranks,
+        ranks_per_host=held.ranks_per_host,
+        dtype=held.dtype,
+        beside_compute=held.beside_compute,
+        origin=held.origin,
+        curve=at.read("points", lambda: _curve(held.points, held.residual)),
+    )
+
+
+def _codec(held: CodecEntry, at: _Fields) -> CodecCurve:
+    return CodecCurve(
+        codec=held.codec,
+        stage=held.stage,
+        kind=held.kind,
+        num_ranks=held.num_ranks,
+        origin=held.origin,
+        curve=at.read("points", lambda: _curve(held.points, held.residual)),
     )
 
 
@@ -184,18 +247,12 @@ def _in_field(source: str, field: str, make: Callable[[], _T]) -> _T:
         raise DataError(f"{source}: {field}: {fault.problem}", expected=fault.expected, hint=fault.hint) from fault
 
 
-def _figure(held: str | _Figure | None, parse: Callable[[str], float]) -> Figure | None:
+def _figure(held: str | FigureEntry | None, parse: Callable[[str], float]) -> Figure | None:
     if held is None:
         return None
     if isinstance(held, str):
         return Figure(value=parse(held), origin="declared")
     return Figure(value=parse(held.value), origin=held.origin, source=held.source)
-
-
-def _rate(held: str | _Figure) -> Figure:
-    figure = _figure(held, units.parse_rate)
-    assert figure is not None
-    return figure
 
 
 def _curve(points: list[list[str | float]], residual: float) -> Curve:
@@ -214,85 +271,3 @@ def _curve(points: list[list[str | float]], residual: float) -> Curve:
     if len(cpu) not in (0, len(points)):
         raise DataError("only some points have a CPU share", expected="all of them or none")
     return Curve(sizes_bytes=tuple(sizes), times_s=tuple(times), cpu=tuple(cpu), residual=residual)
-
-
-def write_fabric(path: str | Path, fabric: Fabric) -> Path:
-    """Write atomically. Raises MissingCapability where the disk is full or not writable."""
-    return write_bytes(path, format_fabric(fabric).encode())
-
-
-def format_fabric(fabric: Fabric) -> str:
-    """The text of a fabric.toml; ``parse_fabric`` gives an equal fabric."""
-    lines = [f"schema = {SCHEMA}", f"name = {_toml(fabric.name)}"]
-    if fabric.rtt_s is not None:
-        lines.append(f"rtt = {_figure_text(fabric.rtt_s, exact_duration)}")
-    for host in fabric.hosts:
-        rate = None if host.rate_bit_per_s is None else _figure_text(host.rate_bit_per_s, exact_rate)
-        lines += ["", "[[hosts]]", *_pairs(name=host.name, rack=host.rack, kind=host.kind, cpus=host.cpus)]
-        lines += [] if rate is None else [f"rate = {rate}"]
-    for uplink in fabric.uplinks:
-        lines += ["", "[[uplinks]]", *_pairs(rack=uplink.rack)]
-        lines.append(f"rate = {_figure_text(uplink.rate_bit_per_s, exact_rate)}")
-    for c in fabric.collectives:
-        lines += ["", "[[collectives]]"]
-        lines += _pairs(collective=c.collective, backend=c.backend, num_ranks=c.num_ranks)
-        lines += _pairs(ranks_per_host=c.ranks_per_host, dtype=c.dtype, origin=c.origin)
-        lines += ["beside_compute = true"] if c.beside_compute else []
-        lines += _curve_lines(c.curve)
-    for k in fabric.codecs:
-        lines += ["", "[[codecs]]"]
-        lines += _pairs(codec=k.codec, stage=k.stage, kind=k.kind, num_ranks=k.num_ranks, origin=k.origin)
-        lines += _curve_lines(k.curve)
-    return "\n".join(lines) + "\n"
-
-
-def exact_rate(bit_per_s: float) -> str:
-    """A rate that ``parse_rate`` reads back to the same bit."""
-    return _exact(bit_per_s, (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)), "bit/s", units.parse_rate)
-
-
-def exact_duration(seconds: float) -> str:
-    """A duration that ``parse_duration`` reads back to the same bit."""
-    return _exact(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)), "s", units.parse_duration)
-
-
-def exact_size(num_bytes: int) -> str:
-    """A size that ``parse_size`` reads back."""
-    for unit, factor in (("GiB", units.GIB), ("MiB", units.MIB), ("KiB", units.KIB)):
-        if num_bytes >= factor and num_bytes % factor == 0:
-            return f"{num_bytes // factor} {unit}"
-    return f"{num_bytes} B"
-
-
-def _exact(value: float, steps: Iterable[tuple[str, float]], base: str, parse: Callable[[str], float]) -> str:
-    unit, factor = next((step for step in steps if value >= step[1]), (base, 1.0))
-    for text in (f"{value / factor:.15g} {unit}", f"{value / factor!r} {unit}"):
-        if parse(text) == value:
-            return text
-    return f"{value!r} {base}"
-
-
-def _figure_text(figure: Figure, write: Callable[[float], str]) -> str:
-    if figure.origin == "declared" and not figure.source:
-        return _toml(write(figure.value))
-    fields = {"value": write(figure.value), "origin": figure.origin, "source": figure.source}
-    return "{ " + ", ".join(f"{name} = {_toml(value)}" for name, value in fields.items() if value) + " }"
-
-
-def _curve_lines(curve: Curve) -> list[str]:
-    lines = [*_pairs(residual=curve.residual), "points = ["]
-    for place, (size, time_s) in enumerate(zip(curve.sizes_bytes, curve.times_s, strict=True)):
-        cells = [_toml(exact_size(size)), _toml(exact_duration(time_s))]
-        if curve.cpu:
-            cells.append(_toml(curve.cpu[place]))
-        lines.append(f"  [{', '.join(cells)}],")
-    return [*lines, "]"]
-
-
-def _pairs(**fields: str | float | None) -> list[str]:
-    return [f"{name} = {_toml(value)}" for name, value in fields.items() if value is not None]
-
-
-def _toml(value: str | float) -> str:
-    """A TOML string or number. JSON's strings are TOML's, but for DEL, which TOML wants escaped."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)

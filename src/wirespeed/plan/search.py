@@ -82,14 +82,18 @@ def search(
     strategies: Sequence[Strategy] | None = None,
     backend: str = "gloo",
     first_bucket_bytes: int | None = None,
+    costs: StepCosts | None = None,
 ) -> Search:
     """Predict ``strategies`` (None: all legal ones down to ``fidelity``) and rank them.
+
+    ``costs`` None takes the fabric's measured curves.
 
     What the fabric holds no curve for is skipped and named. Raises DataError where nothing can be predicted.
     """
     if strategies is None:
         strategies = legal_strategies(workload, fidelity)
-    costs: StepCosts = costs_of(workload, fabric, backend=backend)
+    if costs is None:
+        costs = costs_of(workload, fabric, backend=backend)
     predictions: list[Prediction] = []
     skipped: dict[str, str] = {}
     for strategy in strategies:
