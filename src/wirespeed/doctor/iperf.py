@@ -116,5 +116,6 @@ def read_document(content: bytes, source: str) -> Measurement:
         points=(Point(size_bytes=0, bit_per_s=rate),) if rate > 0 else (),
         hosts=tuple(name for name in (pair.local_host, pair.remote_host) if name), streams=test.num_streams,
         retransmits=None if held.end.sum_sent is None else held.end.sum_sent.retransmits,
+        num_bytes=None if held.end.sum_sent is None else held.end.sum_sent.bytes,
         notes=(held.error[:200],) if held.error else (),
     )  # fmt: skip

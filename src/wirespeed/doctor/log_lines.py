@@ -8,6 +8,7 @@ hold binary rubbish, and only what is shown to people is decoded.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import lzma
 import re
@@ -86,49 +87,66 @@ class LogFile:
                 parts.append(chunk)
         return b"".join(parts)
 
-    def _open(self) -> BinaryIO:
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
         if self.name == "-":
-            return sys.stdin.buffer
+            yield sys.stdin.buffer
+            return
         try:
-            stream = Path(self.name).open("rb")  # noqa: SIM115 - the caller closes it
-            magic = stream.read(6)
-            stream.seek(0)
+            with Path(self.name).open("rb") as plain:
+                magic = plain.read(6)
+                plain.seek(0)
+                if magic.startswith(_UTF16):
+                    self._note("is UTF-16, and nothing was found in it; hint: iconv -f UTF-16 -t UTF-8")
+                yield _decompressed(plain, magic, self.name)
         except OSError as fault:
             raise DataError(
                 f"cannot read {self.name}: {fault.strerror or fault}", hint="give a regular file, or - for a pipe"
             ) from fault
-        if magic.startswith(_UTF16):
-            self.notes.append(f"{self.name} is UTF-16: nothing was found in it; hint: iconv -f UTF-16 -t UTF-8")
-        if magic.startswith(_GZIP):
-            return cast(BinaryIO, gzip.GzipFile(fileobj=stream))
-        if magic.startswith(_BZIP2):
-            return cast(BinaryIO, bz2.BZ2File(stream))
-        if magic.startswith(_XZ):
-            return cast(BinaryIO, lzma.LZMAFile(stream))
-        if magic.startswith(_ZSTD):
-            return _open_zstd(stream, self.name)
-        return stream
 
     def _read(self, stream: BinaryIO, size: int) -> bytes:
-        try:
-            return stream.read(size)
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as fault:
-            note = f"{self.name} ends early or is damaged ({fault}): what came before was read"
-            if note not in self.notes:
-                self.notes.append(note)
-            return b""
-        except Exception as fault:
-            if type(fault).__name__ != "ZstdError":
-                raise
-            self.notes.append(f"{self.name} ends early or is damaged ({fault}): what came before was read")
-            return b""
+        """Up to ``size`` bytes, fewer only at the end; what could be decompressed before damage is kept."""
+        parts: list[bytes] = []
+        missing = size
+        # One raw read at a time: a read of everything would lose what came before the damage.
+        read = getattr(stream, "read1", stream.read)
+        while missing > 0:
+            try:
+                part = read(missing)
+            except Exception as fault:
+                if not isinstance(fault, EOFError | OSError | zlib.error | lzma.LZMAError) and (
+                    type(fault).__name__ != "ZstdError"
+                ):
+                    raise
+                if isinstance(fault, IsADirectoryError):
+                    raise
+                self._note(f"ends early or is damaged ({fault}): what came before was read")
+                break
+            if not part:
+                break
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+    def _note(self, text: str) -> None:
+        if f"{self.name} {text}" not in self.notes:
+            self.notes.append(f"{self.name} {text}")
+
+
+def _decompressed(stream: BinaryIO, magic: bytes, name: str) -> BinaryIO:
+    if magic.startswith(_GZIP):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=stream))
+    if magic.startswith(_BZIP2):
+        return cast(BinaryIO, bz2.BZ2File(stream))
+    if magic.startswith(_XZ):
+        return cast(BinaryIO, lzma.LZMAFile(stream))
+    return _open_zstd(stream, name) if magic.startswith(_ZSTD) else stream
 
 
 def _open_zstd(stream: BinaryIO, name: str) -> BinaryIO:
     try:
         import zstandard
     except ImportError:
-        stream.close()
         raise MissingCapability(
             f"{name} is zstd-compressed, and the Python package zstandard is not installed",
             hint=f"zstd -dc {name} | wirespeed doctor logs -   (or: pip install zstandard)",

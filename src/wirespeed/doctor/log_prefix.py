@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 _PROCESS = re.compile(rb"((?:[A-Za-z0-9][\w.\-]*)?):(\d{1,10}):(\d{1,10})(?: \[(-?\d{1,4})\])?")
 _CLOCK = re.compile(rb"[\d\-/]*[T.]?\d*")
+_GLUED = re.compile(r"^(?:GDRDMA|CUMEM|IPC|Shared|MNNVL)(?=[A-Za-z0-9])")
+"""The end of another rank's channel line that ran into this one."""
 _ISO = re.compile(rb"(?:19|20)\d\d[-/](\d\d)[-/](\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _GLOG = re.compile(rb"[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 _SYSLOG = re.compile(
@@ -47,7 +49,7 @@ def find_process(head: bytes) -> Process | None:
     if last is None:
         return None
     host, pid, _, device = last.groups()
-    name = host.decode()
+    name = _GLUED.sub("", host.decode())
     return Process("" if name.isdigit() else name, int(pid), None if device is None else int(device))
 
 

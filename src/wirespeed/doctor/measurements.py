@@ -34,6 +34,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     streams: int | None = None
     is_correct: bool | None = None
     retransmits: int | None = None
+    num_bytes: float | None = None
+    """Bytes sent in the run, where the tool says so."""
     device: str = ""
     layer: str = ""
     """``IB`` or ``Ethernet`` where perftest says so."""

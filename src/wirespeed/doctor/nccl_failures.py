@@ -82,6 +82,7 @@ _CONNECT = re.compile(
     rb"(No route to host|Connection refused|Connection timed out|Network is unreachable|"
     rb"Software caused connection abort|Host is unreachable|Connection reset by peer)"
 )
+_RETRY = re.compile(rb",? retrying \((\d+)/(\d+)\)")
 _CONNECT_CALL = re.compile(
     rb"Call to (?:connect|bind|getsockname|poll)\w*[^:]*failed ?: (No route to host|Connection timed out|"
     rb"Connection refused|Network is unreachable|Cannot assign requested address|Software caused connection abort)"
@@ -180,13 +181,15 @@ def _closed(found: re.Match[bytes]) -> FailureWords:
 
 def _connect(found: re.Match[bytes]) -> FailureWords:
     words = _text(found[2])
-    # A peer that is not up yet refuses, and NCCL tries again: not a failure by itself.
-    return FailureWords("connect", words != "Connection refused", None, _text(found[1]), "", words)
+    attempt = _RETRY.match(found.string, found.end())
+    if attempt is not None and int(attempt[1]) < int(attempt[2]):
+        # A peer that is not up yet refuses, and NCCL tries again: not a failure.
+        return FailureWords("retry", False, None, _text(found[1]), "", words)
+    return FailureWords("connect", True, None, _text(found[1]), "", words)
 
 
 def _connect_call(found: re.Match[bytes]) -> FailureWords:
-    words = _text(found[1])
-    return FailureWords("connect", words != "Connection refused", detail=words)
+    return FailureWords("connect", True, detail=_text(found[1]))
 
 
 def _named(kind: str, *, is_primary: bool = True) -> Callable[[re.Match[bytes]], FailureWords]:

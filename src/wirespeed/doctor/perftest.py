@@ -18,7 +18,9 @@ _TITLE = re.compile(
 _DEVICE = re.compile(rb"Device\s*:\s*([\w.\-]+)")
 _LAYER = re.compile(rb"Link type\s*:\s*(\w+)")
 _QPS = re.compile(rb"Number of qps\s*:\s*(\d+)")
-_GPU = re.compile(rb"cuda|CUDA|rocm|GPU", re.IGNORECASE)
+_GPU = re.compile(
+    rb"initializing CUDA|use_cuda|use_rocm|creating CUDA Ctx|allocated GPU buffer|cuMemAlloc|Picking device No"
+)
 _HEADER = re.compile(rb"#bytes\s+#iterations\s+(BW peak|t_min)\[(\S+?)\]")
 _ROW = re.compile(
     rb"(?:^|[\s>:\]])(\d{1,15})\s+(\d{1,12})\s+(\d+\.\d+)\s+(\d+\.\d+)(?:\s+(\d+\.\d+))?(?:\s+(\d+\.\d+))?"
@@ -47,7 +49,7 @@ class PerftestReader:
             self.close()
             name = found[1].decode().lower().replace("rdma_", "")
             self._test = f"{name}_{'bw' if found[2] == b'BW' else 'lat'}"
-            self._device, self._layer, self._streams, self._uses_gpu = "", "", None, False
+            self._device, self._layer, self._streams = "", "", None
         elif (found := _HEADER.search(line)) is not None:
             self.close()
             self._unit, self._is_latency, self._line = found[2], found[1] == b"t_min", number
@@ -59,8 +61,8 @@ class PerftestReader:
             self._streams = int(found[1])
         elif self._unit is not None and (found := _ROW.search(line)) is not None and len(self._points) < MAX_ROWS:
             self._take_row(found)
-        elif _GPU.search(line) is not None and self._unit is None:
-            self._uses_gpu = True
+        elif _GPU.search(line) is not None:
+            self._uses_gpu = True  # said before the title
 
     def _take_row(self, found: re.Match[bytes]) -> None:
         size = int(found[1])
@@ -81,4 +83,5 @@ class PerftestReader:
                     device=self._device, layer=self._layer, uses_gpu=self._uses_gpu,
                 )
             )  # fmt: skip
+            self._uses_gpu = False
         self._points, self._unit = [], None
