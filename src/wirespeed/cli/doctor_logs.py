@@ -6,21 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from wirespeed.cli.render import print_json, say, stdout_console
+from wirespeed.cli.render import make_table, print_json, say, stdout_console
 from wirespeed.errors import UsageError
-from wirespeed.units import format_duration, format_percent
+from wirespeed.units import format_duration, format_percent, format_rate
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from wirespeed.doctor.causes import Cause
     from wirespeed.doctor.diagnose import Verdict
+    from wirespeed.doctor.retest import FabricReport
+    from wirespeed.records import LinksRecord
 
 _JSON = typer.Option("--json", help="One JSON document on stdout.")
 _FILES = typer.Argument(help="Files or folders; - for standard input.", metavar="FILE...", show_default=False)
 MAX_SHOWN = 5
+MAX_ROWS = 40
 
 
 def logs(
@@ -99,6 +103,136 @@ def why(
     else:
         _show_verdict(verdict, show_all=show_all)
     return _exit_code(verdict.causes)
+
+
+def fabric(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Records of `bench links`; none: measure now.", metavar="[LINKS.JSON]..."),
+    ] = None,
+    *,
+    racks: Annotated[
+        str | None,
+        typer.Option("--racks", help="Which hosts share a rack: 'node[01-16];node[17-32]', or a fabric.toml."),
+    ] = None,
+    streams: Annotated[str, typer.Option("--streams", help="Connections at once; several counts by commas.")] = "1,4",
+    duration: Annotated[str, typer.Option("--duration", help="How long each transfer is measured.")] = "500 ms",
+    congestion: Annotated[str | None, typer.Option("--congestion", help="Congestion control, such as cubic.")] = None,
+    timeout: Annotated[str, typer.Option("--timeout", help="Longest wait for a host beyond its work.")] = "15 s",
+    join_timeout: Annotated[str, typer.Option("--join-timeout", help="Longest wait for all ranks.")] = "60 s",
+    seed: Annotated[int, typer.Option("--seed", help="Of the random matchings beyond 32 hosts.")] = 0,
+    history: Annotated[
+        Path | None, typer.Option("--history", help="Compare with the runs in this folder, and add this one.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the measured links here.")] = None,
+    as_json: Annotated[bool, _JSON] = False,
+) -> int:
+    """Find slow hosts, links, racks and uplinks from measurements of all pairs; suspects are measured again, alone.
+
+    Without a file it measures, as one command on every host under a launcher; beyond 32 hosts it takes 15 seeded random
+    matchings. With files it judges what `bench links` wrote. What cannot be told apart is said. Exit code 1 on findings.
+
+    Examples:
+
+      srun --ntasks-per-node=1 wirespeed doctor fabric --racks 'node[01-16];node[17-32]' --history /shared/links
+
+      wirespeed lab run --spec 4x200mbit -- wirespeed doctor fabric
+
+      wirespeed doctor fabric links.json
+    """
+    from wirespeed import launch, units
+    from wirespeed.doctor.retest import check_fabric, report_of
+    from wirespeed.measure.messages import SocketOptions
+    from wirespeed.records import LinksRecord, read, write
+
+    where = {} if racks is None else _racks(racks)
+    if files:
+        results = [(report_of(record, where), record) for record in (read(path, LinksRecord) for path in files)]
+    else:
+        ranks = launch.ranks()
+        result = check_fabric(
+            ranks, racks=where, streams=_counts(streams), duration_s=units.parse_duration(duration),
+            options=SocketOptions(congestion=congestion), timeout_s=units.parse_duration(timeout),
+            join_timeout_s=units.parse_duration(join_timeout), seed=seed, progress=say if ranks.rank == 0 else None,
+        )  # fmt: skip
+        if result is None:
+            return 0
+        results = [result]
+    has_findings = False
+    for report, record in results:
+        if out is not None and not files:
+            say(f"wrote {write(out, record)}")
+        changed = report if history is None else _with_history(report, record, history)
+        has_findings = has_findings or any(finding.severity != "notice" for finding in changed.findings)
+        if as_json:
+            print_json(changed)
+        else:
+            _show_fabric(changed)
+    return 1 if has_findings else 0
+
+
+def _counts(text: str) -> list[int]:
+    if not all(part.strip().isdigit() for part in text.split(",")):
+        raise UsageError(f"got --streams {text!r}", expected="numbers by commas, such as 1,4")
+    return [int(part) for part in text.split(",")]
+
+
+def _racks(text: str) -> dict[str, str]:
+    """Host to rack, of a fabric.toml or of host lists between semicolons."""
+    from wirespeed.fabric.files import read_fabric
+    from wirespeed.launch import expand_hostlist
+
+    if text.endswith(".toml"):
+        return {host.name: host.rack for host in read_fabric(text).hosts}
+    found: dict[str, str] = {}
+    for number, hosts in enumerate(part for part in text.split(";") if part.strip()):
+        name, equals, listed = hosts.partition("=")
+        for host in expand_hostlist((listed if equals else hosts).strip()):
+            if host in found:
+                raise UsageError(f"got host {host!r} in two racks", expected="each host once in --racks")
+            found[host] = name.strip() if equals else f"r{number}"
+    return found
+
+
+def _with_history(report: FabricReport, record: LinksRecord, folder: Path) -> FabricReport:
+    from wirespeed.doctor.history import earlier, find_changes, keep
+
+    before, notes = earlier(folder)
+    say(f"kept {keep(folder, record)}, compared with {len(before)} earlier runs")
+    for note in notes:
+        say(f"note: {note}")
+    named = {finding.subject for finding in report.findings}
+    changes = [finding for finding in find_changes(record, before) if finding.subject not in named]
+    return msgspec.structs.replace(report, findings=(*report.findings, *changes))
+
+
+def _show_fabric(report: FabricReport) -> None:
+    console = stdout_console()
+    usual = format_rate(report.usual_bit_per_s)
+    console.print(f"{len(report.hosts)} hosts, usual rate between two: {usual}", markup=False)
+    if len(report.hosts) <= MAX_ROWS:
+        rows = [
+            [host, format_percent(report.sending.get(host, 0.0)), format_percent(report.receiving.get(host, 0.0))]
+            for host in report.hosts
+        ]
+        console.print(make_table(["host", "sends", "receives"], rows))
+    for number, finding in enumerate(report.findings, start=1):
+        console.print(f"{number}. {finding.title}", style="bold", markup=False)
+        for line in finding.evidence[:6]:
+            expected = f" (expected {line.expected})" if line.expected else ""
+            console.print(f"   seen: {line.where}: {line.seen}{expected}", markup=False)
+        if finding.remedy is not None:
+            console.print(f"   do: {finding.remedy.text}", markup=False)
+            for command in finding.remedy.commands:
+                console.print(f"       $ {command}", markup=False)
+    if not report.findings:
+        console.print("no host, link or uplink stands out", markup=False)
+    for line in report.cannot_tell:
+        console.print(f"cannot tell: {line}", markup=False)
+    for line in report.dropped:
+        say(f"dropped: {line}")
+    if report.findings and not report.was_retested:
+        say("note: from one measurement; run it without a file to have suspects measured again")
 
 
 def _expand(files: Sequence[Path]) -> list[Path]:

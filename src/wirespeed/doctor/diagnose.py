@@ -8,6 +8,7 @@ own workload on its own fabric with the wire faster by what was measured, or a b
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import msgspec
@@ -105,8 +106,6 @@ def _as_harmless(cause: Cause, exposure: Exposure | None) -> Cause:
         return cause
     if cause.id in ("measure.wrong-results", "setting.chunk-size"):
         return cause
-    import dataclasses
-
     return msgspec.structs.replace(cause, finding=dataclasses.replace(cause.finding, severity="notice"))
 
 
