@@ -134,6 +134,8 @@ def _gid_reason(failure: Failure, job: JobFacts) -> str:
     """Why a GID is likely at fault; empty where nothing says so."""
     nccl = job.nccl
     index = nccl.settings.get("NCCL_IB_GID_INDEX", {})
+    if nccl.hcas and not nccl.is_roce:
+        return ""  # on InfiniBand fe80 is the usual prefix
     if _is_link_local(failure.detail) or _is_link_local(failure.peer):
         return "a GID is link-local (fe80), which is RoCE v1 or leads nowhere"
     if "local GID index" in failure.detail and nccl.is_roce and index:

@@ -15,7 +15,7 @@ STARTS = (b"bits/sec",)
 
 _SUMMARY = re.compile(
     rb"\[\s*(SUM|\d+)\]\s+0\.00-\s*(\d+\.\d+)\s+sec\s+\S+ \S?Bytes\s+(\d+(?:\.\d+)?) ([KMGT]?)bits/sec"
-    rb"(?:\s+(\d+))?\s+(sender|receiver)"
+    rb"(?:\s+(\d{1,18}))?\s+(sender|receiver)"
 )
 _FACTORS = {b"": 1.0, b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12}
 

@@ -31,8 +31,8 @@ _PATTERNS: tuple[tuple[str, re.Pattern[bytes]], ...] = (
     ("carrier", re.compile(rb"(?:mlx\d_core|bnxt_en|i40e|ice|ixgbe|ena|be2net|qede|igb|e1000e)\S*[: ]+(?:[0-9a-f:.]+ )?"
                            rb"(?:\S+: )?([\w.\-]+): (?:NIC )?[Ll]ink (?:is )?[Dd]own")),
     ("carrier", re.compile(rb"\b((?:en|eth|ib|bond|mlx|ens|eno)[\w.\-]*): (?:NIC )?[Ll]ink (?:is )?[Dd]own")),
-    ("xid", re.compile(rb"NVRM: Xid \(([^)]*)\): (\d+)")),
-    ("host_memory", re.compile(rb"Out of memory: Killed? process (\d+) \(([^)]*)\)|(oom-kill):")),
+    ("xid", re.compile(rb"NVRM: Xid \(([^)]*)\): (\d{1,18})")),
+    ("host_memory", re.compile(rb"Out of memory: Killed? process (\d{1,18}) \(([^)]*)\)|(oom-kill):")),
     ("nic_hang", re.compile(rb"NETDEV WATCHDOG: ([\w.\-]+)")),
     ("nic_hang", re.compile(rb"mlx5_core (\S+?):? .*(?:health compromised|device's health)")),
     ("pcie_error", re.compile(rb"(\S+:\S+\.\d): AER: |AER: .*?([0-9a-f]{4}:[0-9a-f:.]+)")),

@@ -49,7 +49,7 @@ def find_process(head: bytes) -> Process | None:
     if last is None:
         return None
     host, pid, _, device = last.groups()
-    name = _GLUED.sub("", host.decode())
+    name = _GLUED.sub("", host.decode(errors="replace"))
     return Process("" if name.isdigit() else name, int(pid), None if device is None else int(device))
 
 

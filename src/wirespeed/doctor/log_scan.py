@@ -113,7 +113,7 @@ class Scan:
                 self._nccl.start(file.name, _first_time_s(data[:HEAD_BYTES]))
             is_kernel = is_kernel or HEADS.search(data[:HEAD_BYTES]) is not None
             if b"NCCL " in data:
-                self._read_nccl(block)
+                self._nccl.take_block(block)
             self._read_triggered(block, TORCH_TRIGGERS, self._take_torch)
             if is_kernel:
                 self._read_triggered(block, KERNEL_TRIGGERS, self._take_kernel)
@@ -127,18 +127,6 @@ class Scan:
         for reader in tables.values():
             reader.close()
             self._measurements += reader.found
-
-    def _read_nccl(self, block: Block) -> None:
-        take = self._nccl.take
-        source, number = block.source, block.first_line
-        for line in block.data.split(b"\n"):
-            if b"NCCL " in line:
-                if len(line) > MAX_LINE_BYTES:
-                    at = line.find(b"NCCL ")
-                    take(source, number, line[max(0, at - 512) : at + MAX_LINE_BYTES])
-                else:
-                    take(source, number, line)
-            number += 1
 
     def _read_triggered(
         self, block: Block, triggers: Sequence[bytes], take: Callable[[str, int, bytes, bytes], None]

@@ -65,6 +65,7 @@ class NcclFacts(msgspec.Struct, frozen=True, kw_only=True):
     gdr_gpus: tuple[GdrFacts, ...] = ()
     num_gdr_on: int = 0
     num_gdr_off: int = 0
+    """Hosts with a rank that ended its set-up with ``GDR 1`` or with ``GDR 0`` (since 2.24)."""
     dmabuf_hosts: tuple[str, ...] = ()
     comms: tuple[CommFacts, ...] = ()
     settings: dict[str, dict[str, tuple[str, ...]]] = {}

@@ -60,13 +60,15 @@ COMPLETION_WORDS = {
 }
 """enum ibv_wc_status of rdma-core."""
 
-_COMPLETION = re.compile(rb"Got completion (?:from peer (\S+) )?with (?:error (\d+)|status=(?:([A-Z_]+)\()?(\d+)\)?)")
-_VENDOR = re.compile(rb"vendor[ _]err[ =](\d+)")
+_COMPLETION = re.compile(
+    rb"Got completion (?:from peer (\S+) )?with (?:error (\d{1,18})|status=(?:([A-Z_]+)\()?(\d{1,18})\)?)"
+)
+_VENDOR = re.compile(rb"vendor[ _]err[ =](\d{1,18})")
 _GIDS = re.compile(rb"local ?G(?:id|ID) ?([0-9a-f:.]{2,})|local GID ([0-9a-f:.]{2,})")
 _REMOTE_GID = re.compile(rb"remote(?:Gids?| GID)\s?([0-9a-f:.]{2,})")
 _DEVICE = re.compile(rb"(?:hca|on dev) ([\w.\-]+?)(?::\d+)?(?:[,\s]|$)")
-_MODIFY_QP = re.compile(rb"Call to ibv_modify_qp failed with (?:error )?(\d+)? ?([A-Z][\w ]*\w)")
-_GID_INDEX = re.compile(rb"local GID index (\d+)")
+_MODIFY_QP = re.compile(rb"Call to ibv_modify_qp failed with (?:error )?(\d{1,18})? ?([A-Z][\w ]*\w)")
+_GID_INDEX = re.compile(rb"local GID index (\d{1,18})")
 _ASYNC = re.compile(
     rb"(?:([\w.\-]+?)(?::\d+)? )?(?:Got async (?:fatal )?event|async fatal event|Got non-fatal async event)[^:]*: ?(.+)"
 )
@@ -82,14 +84,14 @@ _CONNECT = re.compile(
     rb"(No route to host|Connection refused|Connection timed out|Network is unreachable|"
     rb"Software caused connection abort|Host is unreachable|Connection reset by peer)"
 )
-_RETRY = re.compile(rb",? retrying \((\d+)/(\d+)\)")
+_RETRY = re.compile(rb",? retrying \((\d{1,18})/(\d{1,18})\)")
 _CONNECT_CALL = re.compile(
     rb"Call to (?:connect|bind|getsockname|poll)\w*[^:]*failed ?: (No route to host|Connection timed out|"
     rb"Connection refused|Network is unreachable|Cannot assign requested address|Software caused connection abort)"
 )
-_TRUNCATED = re.compile(rb"message truncated : receiv\w+ (\d+) bytes instead of (\d+)")
-_RANK_COUNT = re.compile(rb"mismatch in rank count from procs (\d+) : (\d+)")
-_DUPLICATE_GPU = re.compile(rb"Duplicate GPU detected : rank (\d+) and rank (\d+)")
+_TRUNCATED = re.compile(rb"message truncated : receiv\w+ (\d{1,18}) bytes instead of (\d{1,18})")
+_RANK_COUNT = re.compile(rb"mismatch in rank count from procs (\d{1,18}) : (\d{1,18})")
+_DUPLICATE_GPU = re.compile(rb"Duplicate GPU detected : rank (\d{1,18}) and rank (\d{1,18})")
 _VERSION_MISMATCH = re.compile(rb"mismatched NCCL version|NCCL version mismatch|wrong magic", re.IGNORECASE)
 _SHM = re.compile(
     rb"[Ff]ailed to extend (/dev/shm\S*)|[Ee]rror while (?:creating|attaching to) shared memory|"

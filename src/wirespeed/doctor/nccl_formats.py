@@ -13,31 +13,31 @@ from typing import NamedTuple
 VERSION = re.compile(rb"(?:NCCL )?version (\d+\.\d+(?:\.\d+)?)(?:\+cuda([\w.]+))?")
 BOOTSTRAP = re.compile(rb"Bootstrap ?: Using (?:\[\d+\])?([\w.\-]+):([0-9a-fA-F:.%\w]+?)(?:<\d+>|\s|$)")
 IB_USING = re.compile(rb"NET/(IB\w*) ?: Using (.*?)\s*(?:;\s*OOB ([\w.\-]+):|$)")
-HCA = re.compile(rb"\[(\d+)\]([\w.\-]+):(\d+)(?::(-?\d*)(?::(-?\d+))?)?/(IB|RoCE)")
+HCA = re.compile(rb"\[(\d{1,18})\]([\w.\-]+):(\d{1,18})(?::(-?\d*)(?::(-?\d{1,18}))?)?/(IB|RoCE)")
 SOCKET_USING = re.compile(rb"NET/(?:Fast)?Socket ?: Using (.*)")
 INTERFACE = re.compile(rb"\[\d+\]([\w.\-]+):([0-9a-fA-F:.%\w]+?)<\d+>")
 NETWORK = re.compile(rb"Using network ([A-Za-z][\w ]*?)(?:\s*$|\s+\(|(?=[\w.\-]+:\d+:\d+))")
 PLUGIN_ASSIGNED = re.compile(rb"Assigned NET plugin ([A-Za-z][\w ]*?) to comm")
 CHANNEL = re.compile(
-    rb"(?:Channel|Ring) (\d+)(?:/(\d+))? : (\d+)(?:\[([0-9a-f]+)\])? -> (\d+)(?:\[([0-9a-f]+)\])? "
+    rb"(?:Channel|Ring) (\d{1,18})(?:/(\d{1,18}))? : (\d{1,18})(?:\[([0-9a-f]+)\])? -> (\d{1,18})(?:\[([0-9a-f]+)\])? "
     rb"(?:\[(send|receive)\] )?via "
 )
-NET_VIA = re.compile(rb"(?:COLL)?NET/([\w ]+?)/(\d+)(?:\((\d+)\))?((?:/GDRDMA)?)((?:\(PCI\))?)((?:/Shared)?)")
-ORDER = re.compile(rb"Channel (\d+)/(\d+) :\s+((?:\d+\s*)+)$")
+NET_VIA = re.compile(rb"(?:COLL)?NET/([\w ]+?)/(\d{1,18})(?:\((\d{1,18})\))?((?:/GDRDMA)?)((?:\(PCI\))?)((?:/Shared)?)")
+ORDER = re.compile(rb"Channel (\d{1,18})/(\d{1,18}) :\s+((?:\d+\s*)+)$")
 TREES = re.compile(rb"Trees ((?:\[\d+\] \S+\s*)+)")
 GDR_HCA = re.compile(
-    rb"NET/IB\w* ?: GPU Direct RDMA (Enabled|Disabled) for (?:GPU \S+ / )?HCA (\d+) '([\w.\-]+)'(?: \(([^)]*)\))?"
+    rb"NET/IB\w* ?: GPU Direct RDMA (Enabled|Disabled) for (?:GPU \S+ / )?HCA (\d{1,18}) '([\w.\-]+)'(?: \(([^)]*)\))?"
 )
 GDR_GPU = re.compile(
     rb"GPU Direct RDMA (Enabled|Disabled) for GPU ([0-9a-f]+)(?:\[\d+\])? / HCA ([0-9a-f]+) "
-    rb"\(distance (\d+) ([<>]=?) (\d+)\)"
+    rb"\(distance (\d{1,18}) ([<>]=?) (\d{1,18})\)"
 )
 GDR_SUMMARY = re.compile(rb"Connected all (?:rings|trees).*GDR (\d)")
-DMABUF = re.compile(rb"DMA-BUF is available on GPU device (\d+)")
-COMM = re.compile(rb"comm (0x[0-9a-f]+) rank (\d+) n[rR]anks (\d+)")
+DMABUF = re.compile(rb"DMA-BUF is available on GPU device (\d{1,18})")
+COMM = re.compile(rb"comm (0x[0-9a-f]+) rank (\d{1,18}) n[rR]anks (\d{1,18})")
 COMM_ID = re.compile(rb"commId (0x[0-9a-f]+)")
-COLL_CHANNELS = re.compile(rb"(\d+) coll channels")
-ALGORITHM = re.compile(rb"(\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)")
+COLL_CHANNELS = re.compile(rb"(\d{1,18}) coll channels")
+ALGORITHM = re.compile(rb"(\w+): (\d{1,18}) Bytes -> Algo (\w+) proto (\w+)")
 SET_BY = re.compile(rb"(NCCL_[A-Z0-9_]+) set (?:by (?:environment|\S+) )?to (\S.*?)\.?\s*$")
 NO_SPEED = re.compile(rb"Could not get speed from /sys/class/net/([^/\s]+)/speed")
 NO_PATH = re.compile(rb"Could not find real path of (\S+)")
@@ -81,11 +81,11 @@ def parse_via(text: bytes) -> Via:
         network, device, pxn, gdr, pci, shared = found.groups()
         return Via(
             kind="COLLNET" if text.startswith(b"COLL") else "NET",
-            network=network.decode(),
+            network=network.decode(errors="replace"),
             device=int(device),
             has_gdr=bool(gdr),
             pxn_rank=None if pxn is None else int(pxn),
-            detail=(pci + shared).decode(),
+            detail=(pci + shared).decode(errors="replace"),
         )
     words = text.split(None, 1)
     word = words[0] if words else b""
@@ -98,20 +98,28 @@ def parse_via(text: bytes) -> Via:
 
 def _token(word: bytes) -> str:
     found = re.match(rb"[\w/\[\]]*", word)
-    return "" if found is None else found[0].decode()
+    return "" if found is None else found[0].decode(errors="replace")
 
 
 def parse_hcas(text: bytes) -> tuple[Hca, ...]:
     """The list in ``NET/IB : Using``."""
     return tuple(
-        Hca(int(index), name.decode(), int(port), layer.decode(), (rail or b"").decode())
+        Hca(
+            int(index),
+            name.decode(errors="replace"),
+            int(port),
+            layer.decode(errors="replace"),
+            (rail or b"").decode(errors="replace"),
+        )
         for index, name, port, rail, _, layer in HCA.findall(text)
     )
 
 
 def parse_interfaces(text: bytes) -> tuple[tuple[str, str], ...]:
     """Interface and address pairs in ``NET/Socket : Using``."""
-    return tuple((name.decode(), address.decode()) for name, address in INTERFACE.findall(text))
+    return tuple(
+        (name.decode(errors="replace"), address.decode(errors="replace")) for name, address in INTERFACE.findall(text)
+    )
 
 
 _DISTANCES: tuple[tuple[tuple[int, int], dict[int, str]], ...] = (
@@ -127,7 +135,7 @@ _DISTANCES: tuple[tuple[tuple[int, int], dict[int, str]], ...] = (
 
 def version_key(version: str | None) -> tuple[int, int]:
     """``(2, 18)`` from ``2.18.3``; ``(0, 0)`` where unknown."""
-    found = re.match(r"(\d+)\.(\d+)", version or "")
+    found = re.match(r"(\d{1,18})\.(\d{1,18})", version or "")
     return (0, 0) if found is None else (int(found[1]), int(found[2]))
 
 

@@ -7,22 +7,28 @@ limit that is reached is noted. Absence proves little: NCCL_DEBUG_SUBSYS hides l
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import msgspec
 
 from wirespeed.doctor import nccl_formats as formats
-from wirespeed.doctor.log_lines import shown
+from wirespeed.doctor.log_lines import Block, shown
 from wirespeed.doctor.log_prefix import Process, find_process, find_rank, find_time_s
 from wirespeed.doctor.nccl_facts import NcclFacts, ViaCount
 from wirespeed.doctor.nccl_failures import LIKELY, Failure, parse_failure
 from wirespeed.doctor.nccl_setup import Place, SetupReader
 
-MAX_SEEN = 50_000
-"""Distinct (process, message) pairs and channels that are remembered."""
+MAX_SEEN = 20_000
+"""Distinct (host, message) pairs, and as many paths, that are remembered."""
+MAX_HEAD_BYTES = 256
+MAX_LINE_BYTES = 16 * 1024
+"""Of a longer line, what is around its first message is read."""
 MAX_FAILURES = 2_000
 
 _MARK = b"NCCL "
+_INFO_MARK = b"NCCL INFO "
+_NUMBER = re.compile(rb"(?:Channel|Ring) (\d{1,6})")
 _INFO, _WARN, _VERSION = b"INFO ", b"WARN ", b"version "
 _CHANNELS = frozenset((b"Chan", b"Ring"))
 _COLLECTIVES = frozenset((b"AllR", b"AllG", b"Redu", b"Broa", b"Send", b"Recv", b"Allt", b"AllT", b"Gath", b"Scat"))
@@ -39,51 +45,99 @@ class NcclReader:
         self._setup = SetupReader()
         self._process_of: dict[tuple[bytes, ...], Process] = {}
         self._processes: set[Process] = set()
-        self._seen: set[tuple[Process, bytes]] = set()
-        self._vias: Counter[tuple[Process, bytes]] = Counter()
-        self._channels: set[bytes] = set()
+        self._host_of: dict[bytes, str] = {}
+        self._seen: set[tuple[str, bytes]] = set()
+        self._vias: Counter[tuple[str, bytes]] = Counter()
+        self._numbers: set[bytes] = set()
         self._start_s: dict[str, float] = {}
 
-    # The dense path: a log of many ranks is mostly channel lines and collectives, a million of each.
+    def take_block(self, block: Block) -> None:
+        """All lines of a block.
 
-    def take(self, source: str, number: int, line: bytes) -> None:
+        The dense path: a log of many ranks is mostly channel lines, a million of each kind, so what is known already is
+        counted here without a call. Everything else goes to ``take``.
+        """
+        number, last_channel, num_fast = block.first_line - 1, 0, 0
+        vias, host_of, seen, numbers = self._vias, self._host_of, self._seen, self._numbers
+        for line in block.data.split(b"\n"):
+            number += 1
+            head, mark, message = line.partition(_INFO_MARK)
+            if mark:
+                host = host_of.get(head)
+                if host is None:
+                    host = self._host(head)
+                key = message[:4]
+                if key in _CHANNELS:
+                    channel, arrow, via = message.partition(b" via ")
+                    if arrow and (host, via) in vias:
+                        vias[host, via] += 1
+                        numbers.add(channel[:11])
+                        last_channel = number
+                        num_fast += 1
+                        continue
+                elif key in _COLLECTIVES:
+                    if b"Algo " not in message:
+                        num_fast += 1
+                        continue
+                elif (host, message) in seen:
+                    num_fast += 1
+                    continue
+            elif _MARK not in line:
+                continue
+            if len(line) > MAX_LINE_BYTES:
+                at = line.find(_MARK)
+                line = line[max(0, at - 512) : at + MAX_LINE_BYTES]  # noqa: PLW2901 - the part of it that matters
+            self.take(Place(block.source, number, line))
+        self._num_lines += num_fast
+        if last_channel:
+            self._setup.setup_end[block.source] = last_channel
+
+    def take(self, place: Place) -> None:
         """One line that holds ``NCCL ``; several ranks may have written into it."""
         self._num_lines += 1
-        parts = line.split(_MARK)
+        parts = place.line.split(_MARK)
         head = parts[0]
         for tail in parts[1:]:
             if tail.startswith(_INFO):
                 key = tail[5:9]
                 at = tail.find(b" via ") if key in _CHANNELS else -1
                 if at > 0:
-                    self._take_channel(Place(source, number, line), head, tail[5:at], tail[at + 5 :])
+                    self._take_channel(place, head, tail[5:at], tail[at + 5 :])
                 elif key not in _COLLECTIVES or b"Algo " in tail:
-                    self._take_info(Place(source, number, line), head, tail[5:])
+                    self._take_info(place, head, tail[5:], is_alone=len(parts) == 2)
             elif tail.startswith(_WARN):
-                self._take_warning(Place(source, number, line), head, tail[5:])
+                self._take_warning(place, head, tail[5:])
             elif tail.startswith(_VERSION):
-                self._setup.take_version(tail, Place(source, number, line))
+                self._setup.take_version(tail, place)
             head = tail
 
     def _take_channel(self, place: Place, head: bytes, channel: bytes, via: bytes) -> None:
-        key = (self._process(head), via)
+        if formats.CHANNEL.search(channel + b" via ") is None:
+            return
+        key = (self._process(head).host, via)
         self._vias[key] += 1
+        self._numbers.add(channel[:11])
+        self._setup.setup_end[place.source] = place.number
         if self._vias[key] == 1:
             self._setup.first("via " + formats.parse_via(via).kind, place)
             if len(self._vias) > MAX_SEEN:
                 self._fold_vias()
-        if channel not in self._channels and len(self._channels) < MAX_SEEN:
-            self._channels.add(channel)
-            self._setup.setup_end[place.source] = place.number
+
+    def _host(self, head: bytes) -> str:
+        """The host of what stands before a message; heads without a time come again and are remembered."""
+        host = self._process(head.rstrip() + b" ").host
+        if len(head) < MAX_HEAD_BYTES:
+            if len(self._host_of) >= MAX_SEEN:
+                self._host_of.clear()
+            self._host_of[head] = host
+        return host
 
     def _fold_vias(self) -> None:
-        """Forget which process used which path, keep how many did: only rubbish has this many distinct paths."""
-        folded: Counter[tuple[Process, bytes]] = Counter()
-        for (process, text), count in self._vias.items():
+        """Forget which host used which path, keep how many did: only rubbish has this many distinct paths."""
+        folded: Counter[tuple[str, bytes]] = Counter()
+        for (host, text), count in self._vias.items():
             found = formats.NET_VIA.match(text)
-            folded[process if len(folded) < MAX_SEEN // 4 else _UNKNOWN, text[:4] if found is None else found[0]] += (
-                count
-            )
+            folded[host if len(folded) < MAX_SEEN // 4 else "", text[:4] if found is None else found[0]] += count
         # Whatever is still distinct beyond this was no path.
         self._vias = Counter(dict(folded.most_common(MAX_SEEN // 2)))
         self._note("more paths of channels than could be kept apart: some are counted together")
@@ -100,17 +154,18 @@ class NcclReader:
                 self._processes.add(found)
         return found
 
-    def _take_info(self, place: Place, head: bytes, message: bytes) -> None:
+    def _take_info(self, place: Place, head: bytes, message: bytes, *, is_alone: bool) -> None:
         process = self._process(head)
-        key = (process, message)
+        key = (process.host, message)
         if key in self._seen:
             return
-        if self._setup.take(process, message, place):
+        is_setup = self._setup.take(process, message, place)
+        if not is_setup and LIKELY.search(message) is not None and self._take_failure(place, head, message, process):
+            return
+        if is_alone and len(message) < MAX_HEAD_BYTES * 8:
             if len(self._seen) >= MAX_SEEN:
                 self._seen.clear()
             self._seen.add(key)
-        elif LIKELY.search(message) is not None:
-            self._take_failure(place, head, message, process)
 
     def _take_warning(self, place: Place, head: bytes, message: bytes) -> None:
         process = self._process(head)
@@ -156,9 +211,9 @@ class NcclReader:
     def facts(self) -> NcclFacts:
         """What has been read so far."""
         vias: Counter[tuple[str, formats.Via]] = Counter()
-        for (process, text), count in self._vias.items():
-            vias[process.host, formats.parse_via(text)] += count
-        channels = (formats.CHANNEL.match(channel + b" via ") for channel in self._channels)
+        for (host, text), count in self._vias.items():
+            vias[host, formats.parse_via(text)] += count
+        numbers = {int(found[1]) for found in map(_NUMBER.match, self._numbers) if found is not None}
         return NcclFacts(
             num_lines=self._num_lines,
             hosts=tuple(sorted({process.host for process in self._processes if process.host})),
@@ -167,6 +222,6 @@ class NcclReader:
                 ViaCount(host=host, via=via, count=count)
                 for (host, via), count in sorted(vias.items(), key=lambda item: (item[0][0], -item[1], str(item[0][1])))
             ),
-            num_channels=len({int(found[1]) for found in channels if found is not None}),
+            num_channels=len(numbers),
             **self._setup.facts(),
         )

@@ -15,6 +15,7 @@ from wirespeed.doctor.log_lines import shown
 from wirespeed.doctor.log_prefix import Process
 from wirespeed.doctor.nccl_facts import CommFacts, GdrFacts
 
+MAX_PROCESSES = 20_000
 MAX_EVIDENCE = 4
 """Lines kept of one kind."""
 
@@ -48,7 +49,7 @@ class SetupReader:
         self._no_verbs: set[str] = set()
         self._gdr_hcas: dict[tuple[str, str], GdrFacts] = {}
         self._gdr_gpus: dict[tuple[str, str, str], GdrFacts] = {}
-        self._gdr_summary: dict[Process, bool] = {}
+        self._gdr_hosts: dict[bool, set[str]] = {True: set(), False: set()}
         self._dmabuf: set[str] = set()
         self._comms: dict[str, CommFacts] = {}
         self._settings: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -68,7 +69,7 @@ class SetupReader:
         """``version 2.18.3+cuda12.1``."""
         found = formats.VERSION.search(message)
         if found is not None and len(self._versions) < 100:
-            self._versions[found[1].decode()] += 1
+            self._versions[found[1].decode(errors="replace")] += 1
             self.first("version", place)
 
     def _make_handlers(self) -> dict[bytes, Handler]:
@@ -98,8 +99,8 @@ class SetupReader:
         found = formats.BOOTSTRAP.match(message)
         if found is None:
             return False
-        self._bootstrap[process.host].add((found[1].decode(), found[2].decode()))
-        self.first(f"bootstrap {found[1].decode()}", place)
+        self._bootstrap[process.host].add((found[1].decode(errors="replace"), found[2].decode(errors="replace")))
+        self.first(f"bootstrap {found[1].decode(errors='replace')}", place)
         return True
 
     def _on_net(self, process: Process, message: bytes, place: Place) -> bool:
@@ -119,13 +120,13 @@ class SetupReader:
             self.first("no ib", place)
         elif (found := formats.GDR_HCA.search(message)) is not None:
             enabled, index, name, reason = found.groups()
-            self._gdr_hcas[process.host, name.decode()] = GdrFacts(
-                host=process.host, hca=name.decode(), index=int(index), is_enabled=enabled == b"Enabled",
+            self._gdr_hcas[process.host, name.decode(errors="replace")] = GdrFacts(
+                host=process.host, hca=name.decode(errors="replace"), index=int(index), is_enabled=enabled == b"Enabled",
                 reason=(reason or b"").decode(errors="replace"),
             )  # fmt: skip
-            self.first("gdr hca " + enabled.decode(), place)
+            self.first("gdr hca " + enabled.decode(errors="replace"), place)
         elif (found := formats.EFA.search(message)) is not None:
-            self._providers.add(found[1].decode())
+            self._providers.add(found[1].decode(errors="replace"))
         else:
             return formats.NO_PLUGIN.search(message) is not None
         return True
@@ -139,7 +140,7 @@ class SetupReader:
         return found is not None and self._on_network(found[1], process, place)
 
     def _on_network(self, name: bytes, process: Process, place: Place) -> bool:
-        text = name.decode().strip()
+        text = name.decode(errors="replace").strip()
         self._networks[text].add(process.host)
         self.first(f"network {text}", place)
         return True
@@ -149,18 +150,18 @@ class SetupReader:
         if found is None:
             return False
         enabled, gpu, hca, distance, sign, limit = found.groups()
-        self._gdr_gpus[process.host, gpu.decode(), hca.decode()] = GdrFacts(
-            host=process.host, hca=hca.decode(), gpu=gpu.decode(), is_enabled=enabled == b"Enabled",
-            distance=int(distance), limit=int(limit), reason=f"distance {int(distance)} {sign.decode()} {int(limit)}",
+        self._gdr_gpus[process.host, gpu.decode(errors="replace"), hca.decode(errors="replace")] = GdrFacts(
+            host=process.host, hca=hca.decode(errors="replace"), gpu=gpu.decode(errors="replace"), is_enabled=enabled == b"Enabled",
+            distance=int(distance), limit=int(limit), reason=f"distance {int(distance)} {sign.decode(errors='replace')} {int(limit)}",
         )  # fmt: skip
-        self.first("gdr gpu " + enabled.decode(), place)
+        self.first("gdr gpu " + enabled.decode(errors="replace"), place)
         return True
 
     def _on_connected(self, process: Process, message: bytes, place: Place) -> bool:
         found = formats.GDR_SUMMARY.match(message)
         if found is not None:
-            self._gdr_summary[process] = found[1] == b"1"
-            self.first(f"gdr summary {found[1].decode()}", place)
+            self._gdr_hosts[found[1] == b"1"].add(process.host)
+            self.first(f"gdr summary {found[1].decode(errors='replace')}", place)
         self.setup_end[place.source] = place.number
         return message.startswith(b"Connected all")
 
@@ -177,7 +178,7 @@ class SetupReader:
         _, rank, num_ranks = found.groups()
         named = formats.COMM_ID.search(message)
         # Without commId (before 2.18) the pointer tells communicators of one process apart, not across processes.
-        key = f"n{int(num_ranks)}" if named is None else named[1].decode()
+        key = f"n{int(num_ranks)}" if named is None else named[1].decode(errors="replace")
         comm = self._comms.get(key)
         if comm is None:
             if len(self._comms) >= 5_000:
@@ -189,6 +190,8 @@ class SetupReader:
             comm.completed.add(int(rank))
             self.setup_end[place.source] = place.number
         comm.hosts[int(rank)] = process.host
+        if len(self.ranks) > MAX_PROCESSES:
+            return True
         if process not in self.ranks or int(num_ranks) == max(c.num_ranks for c in self._comms.values()):
             self.ranks[process] = int(rank)
         self.first("comm", place)
@@ -198,7 +201,7 @@ class SetupReader:
         found = formats.SET_BY.match(message)
         if found is None:
             return False
-        name, value = found[1].decode(), found[2].decode(errors="replace")[:200]
+        name, value = found[1].decode(errors="replace"), found[2].decode(errors="replace")[:200]
         values = self._settings[name]
         if len(self._settings) < 500 and len(values) < 100:
             values[value].add(process.host)
@@ -210,13 +213,13 @@ class SetupReader:
         if found is None:
             return False
         if len(self._orders) < 256:
-            self._orders.setdefault(int(found[1]), found[3].decode().strip())
+            self._orders.setdefault(int(found[1]), found[3].decode(errors="replace").strip())
         return True
 
     def _on_trees(self, process: Process, message: bytes, place: Place) -> bool:
         found = formats.TREES.match(message)
         if found is not None and len(self._trees) < 1024:
-            self._trees.setdefault(process, found[1].decode().strip()[:200])
+            self._trees.setdefault(process, found[1].decode(errors="replace").strip()[:200])
         return found is not None
 
     def _on_could_not(self, process: Process, message: bytes, place: Place) -> bool:
@@ -236,7 +239,11 @@ class SetupReader:
             return False
         collective, _, algorithm, protocol = found.groups()
         if len(self._algorithms) < 1_000:
-            self._algorithms[collective.decode(), algorithm.decode(), protocol.decode()] += 1
+            self._algorithms[
+                collective.decode(errors="replace"),
+                algorithm.decode(errors="replace"),
+                protocol.decode(errors="replace"),
+            ] += 1
         return True
 
     def first(self, kind: str, place: Place) -> None:
@@ -258,8 +265,8 @@ class SetupReader:
             "hosts_without_verbs": tuple(sorted(self._no_verbs)),
             "gdr_hcas": tuple(self._gdr_hcas.values()),
             "gdr_gpus": tuple(self._gdr_gpus.values()),
-            "num_gdr_on": sum(self._gdr_summary.values()),
-            "num_gdr_off": sum(not is_on for is_on in self._gdr_summary.values()),
+            "num_gdr_on": len(self._gdr_hosts[True]),
+            "num_gdr_off": len(self._gdr_hosts[False]),
             "dmabuf_hosts": tuple(sorted(self._dmabuf)),
             "comms": tuple(self._comms.values()),
             "settings": {

@@ -22,14 +22,16 @@ MAX_ROWS = 10_000
 _NUMBER = rb"(-?(?:\d[\d.]*(?:[eE][+-]?\d+)?|nan|inf))"
 _ROW = re.compile(
     rb"(?:^|[\s:>\]])(\d{1,18})\s+(\d{1,18})\s+([a-z][a-z0-9_]*)\s+(sum|prod|min|max|avg|all|none|mulsum)\s+"
-    rb"(?:(-?\d+)\s+)?"
+    rb"(?:(-?\d{1,18})\s+)?"
     + rb"\s+".join([_NUMBER] * 3) + rb"\s+(N/A|" + _NUMBER[1:-1] + rb")"
     + rb"(?:\s+" + rb"\s+".join([_NUMBER] * 3) + rb"\s+(N/A|" + _NUMBER[1:-1] + rb"))?"
 )  # fmt: skip
-_RANK = re.compile(rb"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+(\d+) on\s+(\S+) device\s+(\d+) \[([^\]]+)\] (.*)")
+_RANK = re.compile(
+    rb"#\s+Rank\s+(\d{1,18})\s+(?:Group\s+(\d{1,18})\s+)?Pid\s+(\d{1,18}) on\s+(\S+) device\s+(\d{1,18}) \[([^\]]+)\] (.*)"
+)
 _TEST = re.compile(rb"# Collective test starting: (\w+?)(?:_perf)?\s*$")
 _COMMAND = re.compile(rb"\b(\w+)_perf\b")
-_BOUNDS = re.compile(rb"# Out of bounds values : (\d+) (OK|FAILED)")
+_BOUNDS = re.compile(rb"# Out of bounds values : (\d{1,18}) (OK|FAILED)")
 _AVERAGE = re.compile(rb"# Avg bus bandwidth\s+: ([\d.]+|nan)")
 _HEADER = re.compile(rb"#\s*nThread")
 
@@ -78,7 +80,7 @@ class NcclTestsReader:
                 self._ranks.add((int(found[2] or 0), int(found[1])))
             self._hosts.setdefault(found[4].decode(errors="replace"))
         elif (found := _TEST.search(line)) is not None or (found := _COMMAND.search(line)) is not None:
-            self._test = NAMES.get(found[1].decode(), found[1].decode())
+            self._test = NAMES.get(found[1].decode(errors="replace"), found[1].decode(errors="replace"))
         elif (found := _BOUNDS.search(line)) is not None:
             self._num_wrong += int(found[1]) if found[2] == b"FAILED" else 0
         elif _AVERAGE.search(line) is not None:

@@ -47,16 +47,16 @@ class PerftestReader:
         """One line of any kind."""
         if (found := _TITLE.search(line)) is not None:
             self.close()
-            name = found[1].decode().lower().replace("rdma_", "")
+            name = found[1].decode(errors="replace").lower().replace("rdma_", "")
             self._test = f"{name}_{'bw' if found[2] == b'BW' else 'lat'}"
             self._device, self._layer, self._streams = "", "", None
         elif (found := _HEADER.search(line)) is not None:
             self.close()
             self._unit, self._is_latency, self._line = found[2], found[1] == b"t_min", number
         elif (found := _DEVICE.search(line)) is not None:
-            self._device = found[1].decode()
+            self._device = found[1].decode(errors="replace")
         elif (found := _LAYER.search(line)) is not None:
-            self._layer = found[1].decode()
+            self._layer = found[1].decode(errors="replace")
         elif (found := _QPS.search(line)) is not None:
             self._streams = int(found[1])
         elif self._unit is not None and (found := _ROW.search(line)) is not None and len(self._points) < MAX_ROWS:

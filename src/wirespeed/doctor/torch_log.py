@@ -23,12 +23,12 @@ TRIGGERS = (
 """A line of these is looked at; one that holds none of them costs nothing but the search."""
 
 _TIMEOUT = re.compile(
-    rb"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
-    rb"(?:, NumelIn=(\d+), NumelOut=(\d+))?.{0,80}?(?:Timeout\(ms\)=(\d+))?\)"
+    rb"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w+)"
+    rb"(?:, NumelIn=(\d{1,18}), NumelOut=(\d{1,18}))?.{0,80}?(?:Timeout\(ms\)=(\d{1,18}))?\)"
 )
-_RAN_FOR = re.compile(rb"ran for (\d+) milliseconds")
-_PROGRESS = re.compile(rb"last enqueued NCCL work: (-?\d+), last completed NCCL work: (-?\d+)")
-_EXIT = re.compile(rb"exitcode\s*:?\s*(-?\d+)|Signal (\d+) \(SIG\w+\) received by PID")
+_RAN_FOR = re.compile(rb"ran for (\d{1,18}) milliseconds")
+_PROGRESS = re.compile(rb"last enqueued NCCL work: (-?\d{1,18}), last completed NCCL work: (-?\d{1,18})")
+_EXIT = re.compile(rb"exitcode\s*:?\s*(-?\d{1,18})|Signal (\d{1,18}) \(SIG\w+\) received by PID")
 _ERROR_LINE = re.compile(
     rb"^[\w\[\]:\s.,\-<>|]{0,60}?\b((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt))\b(?:: (.*))?"
 )
@@ -78,7 +78,7 @@ class TorchReader:
             if len(self.timeouts) < MAX_KEPT:
                 self.timeouts.append(
                     WatchdogTimeout(
-                        rank=rank, sequence=int(found[1]), operation=found[2].decode(),
+                        rank=rank, sequence=int(found[1]), operation=found[2].decode(errors="replace"),
                         num_elements=None if found[3] is None else int(found[3]),
                         where=f"{source}:{number}", text=shown(line), time_s=find_time_s(line),
                     )
@@ -135,7 +135,7 @@ class TorchReader:
             found = _ERROR_LINE.search(text)
             if found is None or b"File " in text:
                 continue
-            name = found[1].decode()
+            name = found[1].decode(errors="replace")
             words = (found[2] or b"")[:200]
             short = name.rsplit(".", 1)[-1]
             if short in _NETWORK_ERRORS or b"NCCL" in words or b"gloo" in words or b"ProcessGroup" in words:
