@@ -106,8 +106,10 @@ class SetupReader:
     def _on_net(self, process: Process, message: bytes, place: Place) -> bool:
         if (found := formats.IB_USING.search(message)) is not None:
             hcas = formats.parse_hcas(found[2])
-            if not hcas:
-                return False
+            # A line that was cut, or that another ran into, lists fewer: then the other ranks' lines tell.
+            is_whole = found[3] is not None and [hca.number for hca in hcas] == list(range(len(hcas)))
+            if not hcas or not is_whole or len(hcas) < len(self._hcas.get(process.host, ())):
+                return bool(hcas)
             self._hcas[process.host] = hcas
             self._has_relaxed_ordering[process.host] = b"[RO]" in found[2]
             self.first("hcas", place)
