@@ -1,12 +1,11 @@
-"""Does `wirespeed doctor fabric` name what is wrong in a lab of 8 hosts at 200 Mbit/s, and nothing where nothing is?
+"""Whether `wirespeed doctor fabric` names what is wrong in a lab, and nothing where nothing is wrong.
 
-Each run builds a lab, breaks one thing (another host each time), and runs the command as users do, under
-`wirespeed lab run`'s machinery; right is the finding of the right kind with the right subject and no other. Racks hold
-two hosts each with an uplink of 400 Mbit/s, so that nothing is oversubscribed until an uplink is halved. A path of one
-pair is slowed by an htb class for the destination; the flapping link goes down for 150 ms every 0.7 s.
+Each run builds a lab of 8 hosts at 200 Mbit/s, breaks one thing (another host each time), and runs the command as users
+do; right is the finding of the right kind with the right subject and no other. Racks hold two hosts each with an uplink
+of 400 Mbit/s, so that nothing is oversubscribed until an uplink is halved. A path of one pair is slowed by an htb class
+for the destination; the flapping link goes down for 150 ms every 0.7 s.
 """
 
-# ruff: noqa: A005 - a script, never imported
 from __future__ import annotations
 
 import json
@@ -18,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from _harness import Bar, arguments, finish
-
 from wirespeed.cli import render
 from wirespeed.lab import Lab, LabSpec
 from wirespeed.lab.layout import host_address

@@ -7,7 +7,6 @@ same log: jobs restart in it with new process numbers, as real long logs have it
 laced with rubbish; each must be read without an exception and without a finding.
 """
 
-# ruff: noqa: A005 - a script, never imported
 from __future__ import annotations
 
 import os
@@ -23,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from _harness import Bar, arguments, finish
 from log_damage import DAMAGES
 from nccl_job_logs import LAUNCHERS, VERSIONS, JobLog, text_of
-
 from wirespeed.cli import render
 from wirespeed.doctor.diagnose import causes_of
 from wirespeed.doctor.dossier import Dossier
@@ -59,7 +57,9 @@ def step_text(count: int) -> bytes:
 def make(path: Path, size_mb: int, *, kind: str) -> Path:
     """A log of about that size: "channels", "steps" or "mixed"."""
     steps = step_text(20_000)
-    failure = text_of(JobLog(version="2.28.7").warn(1, "socketProgress: Connection closed by remote peer ripe-01<1>")).encode()
+    failure = text_of(
+        JobLog(version="2.28.7").warn(1, "socketProgress: Connection closed by remote peer ripe-01<1>")
+    ).encode()
     written = restart = 0
     with path.open("wb") as file:
         while written < size_mb * MB:
@@ -94,7 +94,9 @@ def speeds(folder: Path, size_mb: int, rounds: int) -> dict[str, list[float]]:
 
 def peak_bytes(path: Path) -> int:
     """Peak memory of a process that reads the file."""
-    result = subprocess.run([sys.executable, "-c", _PEAK, str(path)], capture_output=True, text=True, check=True, timeout=900)
+    result = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(path)], capture_output=True, text=True, check=True, timeout=900
+    )
     return int(result.stdout)
 
 
@@ -131,7 +133,9 @@ def damaged(folder: Path, count: int) -> tuple[int, list[str]]:
     for seed in range(count):
         source = random.Random(seed)
         job = JobLog(
-            version=source.choice(VERSIONS), launcher=source.choice(LAUNCHERS), layer=source.choice(("IB", "RoCE", "Socket"))
+            version=source.choice(VERSIONS),
+            launcher=source.choice(LAUNCHERS),
+            layer=source.choice(("IB", "RoCE", "Socket")),
         )
         text = text_of(job.lines(), job.steps(100)).encode()
         for damage in source.sample(DAMAGES, source.randrange(1, 4)):

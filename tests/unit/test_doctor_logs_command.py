@@ -70,7 +70,9 @@ def test_files_that_are_not_there_or_say_nothing_are_told(tmp_path: Path, capsys
     assert main(["doctor", "logs", str(tmp_path / "dir")]) == 2
 
 
-def test_why_joins_the_step_the_transport_and_the_predicted_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_joins_the_step_the_transport_and_the_predicted_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = healthy(tmp_path, layer="Socket", interface="ens3", hosts=4, gpus=1)
     one, many = tmp_path / "one.json", tmp_path / "many.json"
     for target, rate, streams in ((one, 1e9, 1), (many, 4e9, 8)):
@@ -108,7 +110,9 @@ def test_a_damaged_record_is_a_data_error(tmp_path: Path, capsys: pytest.Capture
 def test_a_damaged_healthy_log_gives_no_exception_and_no_cause(tmp_path: Path, seed: int) -> None:
     source = random.Random(seed)
     job = JobLog(
-        version=source.choice(VERSIONS), launcher=source.choice(LAUNCHERS), layer=source.choice(("IB", "RoCE", "Socket"))
+        version=source.choice(VERSIONS),
+        launcher=source.choice(LAUNCHERS),
+        layer=source.choice(("IB", "RoCE", "Socket")),
     )
     text = text_of(job.lines(), job.steps(60)).encode()
     for damage in source.sample(DAMAGES, source.randrange(1, 4)):

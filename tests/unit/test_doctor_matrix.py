@@ -75,8 +75,12 @@ def test_a_slow_host_is_named_alone(host: int, has_racks: bool) -> None:
 
 
 def test_the_slow_direction_of_a_host_is_named() -> None:
-    assert named(find_outliers(record_of(6, lambda a, b, way: 0.6 * GBIT if a == 2 else GBIT))) == [("link.slow-tx", "h2")]
-    assert named(find_outliers(record_of(6, lambda a, b, way: 0.6 * GBIT if b == 4 else GBIT))) == [("link.slow-rx", "h4")]
+    assert named(find_outliers(record_of(6, lambda a, b, way: 0.6 * GBIT if a == 2 else GBIT))) == [
+        ("link.slow-tx", "h2")
+    ]
+    assert named(find_outliers(record_of(6, lambda a, b, way: 0.6 * GBIT if b == 4 else GBIT))) == [
+        ("link.slow-rx", "h4")
+    ]
 
 
 def test_two_slow_hosts_are_both_named() -> None:

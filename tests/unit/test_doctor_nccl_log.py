@@ -119,16 +119,26 @@ def test_distance_codes_mean_what_they_mean_in_their_version(code: int, version:
 COMPLETIONS = [
     b"NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129",
     b"NET/IB : Got completion from peer 192.0.2.11<41234> with error 12, opcode 1, len 0, vendor err 129",
-    b"NET/IB : Got completion from peer 192.0.2.11<41234> with error 12, opcode 1, len 0, vendor err 129 (Send) "
-    b"localGid fe80::1 remoteGidsfe80::2",
-    b"NET/IB : Got completion from peer 192.0.2.11<41234> with status=12 opcode=0 len=0 vendor err 129 (Recv) "
-    b"localGid ::ffff:198.51.100.10 remoteGids::ffff:198.51.100.11",
-    b"NET/IB: Got completion from peer 192.0.2.11<41234> with status=12 opcode=0 len=0 vendor err 129 (Recv) "
-    b"localGid ::ffff:198.51.100.10 remoteGids::ffff:198.51.100.11 hca mlx5_0",
-    b"NET/IB: Got completion from peer 192.0.2.11<41234> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0) "
-    b"reqSize=1024 vendor_err=129 req_type=Send hca mlx5_0",
-    b"NET/IB: Got completion from peer 192.0.2.11<41234> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0) "
-    b"vendor_err=129 hca mlx5_0",
+    (
+        b"NET/IB : Got completion from peer 192.0.2.11<41234> with error 12, opcode 1, len 0, vendor err 129 (Send) "
+        b"localGid fe80::1 remoteGidsfe80::2"
+    ),
+    (
+        b"NET/IB : Got completion from peer 192.0.2.11<41234> with status=12 opcode=0 len=0 vendor err 129 (Recv) "
+        b"localGid ::ffff:198.51.100.10 remoteGids::ffff:198.51.100.11"
+    ),
+    (
+        b"NET/IB: Got completion from peer 192.0.2.11<41234> with status=12 opcode=0 len=0 vendor err 129 (Recv) "
+        b"localGid ::ffff:198.51.100.10 remoteGids::ffff:198.51.100.11 hca mlx5_0"
+    ),
+    (
+        b"NET/IB: Got completion from peer 192.0.2.11<41234> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0) "
+        b"reqSize=1024 vendor_err=129 req_type=Send hca mlx5_0"
+    ),
+    (
+        b"NET/IB: Got completion from peer 192.0.2.11<41234> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0) "
+        b"vendor_err=129 hca mlx5_0"
+    ),
 ]
 
 
@@ -150,8 +160,8 @@ def test_a_completion_error_is_read_in_every_format(text: bytes) -> None:
         (b"NET/IB: Got completion from peer 192.0.2.1<5> with status=5 opcode=0 len=0 vendor err 244", "completion",
          False, "flushed"),
         (b"Call to ibv_modify_qp failed with error Invalid argument", "modify_qp", True, "Invalid argument"),
-        (b"Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1, curr state INIT, next state RTR, "
-         b"local GID index 3, local GID ::ffff:198.51.100.10, remote GID ::ffff:198.51.100.11", "modify_qp", True,
+        ((b"Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1, curr state INIT, next state RTR, "
+         b"local GID index 3, local GID ::ffff:198.51.100.10, remote GID ::ffff:198.51.100.11"), "modify_qp", True,
          "local GID index 3"),
         (b"NET/IB : Got async event : port error", "async_event", True, "port error"),
         (b"NET/IB : mlx5_0:1 Got async event : port error", "async_event", True, "port error"),

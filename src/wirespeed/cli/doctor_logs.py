@@ -130,7 +130,7 @@ def fabric(
     """Find slow hosts, links, racks and uplinks from measurements of all pairs; suspects are measured again, alone.
 
     Without a file it measures, as one command on every host under a launcher; beyond 32 hosts it takes 15 seeded random
-    matchings. With files it judges what `bench links` wrote. What cannot be told apart is said. Exit code 1 on findings.
+    matchings. With files it judges what `bench links` wrote. Exit code 1 on findings.
 
     Examples:
 
@@ -151,10 +151,16 @@ def fabric(
     else:
         ranks = launch.ranks()
         result = check_fabric(
-            ranks, racks=where, streams=_counts(streams), duration_s=units.parse_duration(duration),
-            options=SocketOptions(congestion=congestion), timeout_s=units.parse_duration(timeout),
-            join_timeout_s=units.parse_duration(join_timeout), seed=seed, progress=say if ranks.rank == 0 else None,
-        )  # fmt: skip
+            ranks,
+            racks=where,
+            streams=_counts(streams),
+            duration_s=units.parse_duration(duration),
+            options=SocketOptions(congestion=congestion),
+            timeout_s=units.parse_duration(timeout),
+            join_timeout_s=units.parse_duration(join_timeout),
+            seed=seed,
+            progress=say if ranks.rank == 0 else None,
+        )
         if result is None:
             return 0
         results = [result]
@@ -275,8 +281,11 @@ def show_causes(console: Console, causes: Sequence[Cause], *, limit: int | None)
     for number, cause in enumerate(held, start=1):
         finding = cause.finding
         console.print(f"\n{number}. {finding.title}", style="bold", markup=False)
-        console.print(f"   {finding.severity}, {finding.id}" + (f", see {finding.source}" if finding.source else ""),
-                      style="dim", markup=False)  # fmt: skip
+        console.print(
+            f"   {finding.severity}, {finding.id}" + (f", see {finding.source}" if finding.source else ""),
+            style="dim",
+            markup=False,
+        )
         for line in finding.evidence[:4]:
             console.print(f"   seen: {evidence_text(line)}", markup=False)
         if finding.remedy is not None:
@@ -292,8 +301,9 @@ def show_causes(console: Console, causes: Sequence[Cause], *, limit: int | None)
         if cause.gives is not None:
             console.print(
                 f"   gives: {format_duration(cause.gives.now_s)} -> {format_duration(cause.gives.step_s)} per step "
-                f"({format_percent(cause.gives.gain)} less; {cause.gives.basis})", markup=False,
-            )  # fmt: skip
+                f"({format_percent(cause.gives.gain)} less; {cause.gives.basis})",
+                markup=False,
+            )
     if limit is not None and len(causes) > limit:
         console.print(f"\n{len(causes) - limit} more with --all", markup=False)
 

@@ -73,12 +73,22 @@ def make_cause(
     held = tuple(dict.fromkeys(evidence))
     return Cause(
         finding=Finding(
-            id=identifier, subject=subject, severity=severity, title=title, evidence=held[:6],
-            remedy=Remedy(text=fix, commands=commands, undo=undo, caution=caution), source=source, path=path, host=host,
-            limit_bit_per_s=limit_bit_per_s, full_bit_per_s=full_bit_per_s,
+            id=identifier,
+            subject=subject,
+            severity=severity,
+            title=title,
+            evidence=held[:6],
+            remedy=Remedy(text=fix, commands=commands, undo=undo, caution=caution),
+            source=source,
+            path=path,
+            host=host,
+            limit_bit_per_s=limit_bit_per_s,
+            full_bit_per_s=full_bit_per_s,
         ),
-        kind=kind, weight=weight, alternatives=alternatives,
-    )  # fmt: skip
+        kind=kind,
+        weight=weight,
+        alternatives=alternatives,
+    )
 
 
 def rank_causes(causes: Iterable[Cause]) -> tuple[Cause, ...]:

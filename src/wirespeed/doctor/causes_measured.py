@@ -1,4 +1,4 @@
-"""What measurements of other tools say together with the log: the link is fine and NCCL is not, or the link itself is slow.
+"""What other tools measured, beside the log: the link is fine and NCCL is not, or the link itself is slow.
 
 Compared are only figures of one kind: a bus bandwidth against the links of the same NICs, streams against streams. The
 80 % rule (stas00/ml-engineering): nccl-tests reaches about 80 % of the link, and a job about 80 % of nccl-tests.
@@ -7,6 +7,7 @@ Compared are only figures of one kind: a bus bandwidth against the links of the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from statistics import median
 
 from wirespeed.doctor.causes import Cause, make_cause, names
@@ -64,11 +65,17 @@ def _wrong_results(tests: Sequence[Measurement]) -> Iterator[Cause]:
     wrong = [m for m in tests if m.is_correct is False]
     if wrong:
         yield make_cause(
-            "measure.wrong-results", "nccl-tests found wrong results: data was corrupted on the way",
-            [seen(m) for m in wrong], kind="failure", weight=0.96, severity="critical", subject="results", path="any",
+            "measure.wrong-results",
+            "nccl-tests found wrong results: data was corrupted on the way",
+            [seen(m) for m in wrong],
+            kind="failure",
+            weight=0.96,
+            severity="critical",
+            subject="results",
+            path="any",
             fix="do not train on this; unset unusual NCCL settings (chunk and buffer sizes), then test hosts in pairs",
             commands=("all_reduce_perf -b 8 -e 4G -f 2 -c 1",),
-        )  # fmt: skip
+        )
 
 
 def _single_stream(job: JobFacts, tests: Sequence[Measurement], tcp: Sequence[Measurement]) -> Iterator[Cause]:
@@ -88,12 +95,18 @@ def _single_stream(job: JobFacts, tests: Sequence[Measurement], tcp: Sequence[Me
         f"one TCP stream carries {format_rate(now)} where several carry {format_rate(best)}"
         + ("" if has_more else "; NCCL uses one per channel here"),
         [*(seen(m) for m in tcp), *(seen(m) for m in tests), *nccl.lines("network Socket", "via NET")][:6],
-        kind="capability", weight=0.9 if not has_more else 0.6, severity="warning", subject="streams", path="tcp",
+        kind="capability",
+        weight=0.9 if not has_more else 0.6,
+        severity="warning",
+        subject="streams",
+        path="tcp",
         fix="let NCCL open several sockets per channel",
         commands=("export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4",),
-        undo=("unset NCCL_SOCKET_NTHREADS NCCL_NSOCKS_PERTHREAD",), source="nccl#450; nccl-tests#83",
-        limit_bit_per_s=now, full_bit_per_s=best,
-    )  # fmt: skip
+        undo=("unset NCCL_SOCKET_NTHREADS NCCL_NSOCKS_PERTHREAD",),
+        source="nccl#450; nccl-tests#83",
+        limit_bit_per_s=now,
+        full_bit_per_s=best,
+    )
 
 
 def _num_nics(nccl: NcclFacts) -> int:
@@ -121,12 +134,18 @@ def _link_fine_nccl_not(job: JobFacts, tests: Sequence[Measurement], verbs: Sequ
         "nccl.link-fine-nccl-not",
         f"the link carries {format_rate(link)} with perftest, NCCL reaches {format_rate(reached)}"
         + ("" if full == link else f" over {_num_nics(job.nccl)} NICs"),
-        [*(seen(m) for m in rates[:2]), seen(best)], kind="capability", weight=0.7, severity="critical", subject="nccl",
+        [*(seen(m) for m in rates[:2]), seen(best)],
+        kind="capability",
+        weight=0.7,
+        severity="critical",
+        subject="nccl",
         fix="cable and switch are fine: look between GPU and NIC (PCIe, ACS, IOMMU, NUMA) and at NCCL_* settings"
         + ("" if has_gpu else "; perftest from GPU memory tells which"),
         commands=("ib_write_bw --use_cuda=0 -d <hca> <peer>", "nvidia-smi topo -m", "env | grep NCCL_"),
-        source="nccl#2409; 80 % rule of stas00/ml-engineering", limit_bit_per_s=reached, full_bit_per_s=GOOD_SHARE * full,
-    )  # fmt: skip
+        source="nccl#2409; 80 % rule of stas00/ml-engineering",
+        limit_bit_per_s=reached,
+        full_bit_per_s=GOOD_SHARE * full,
+    )
 
 
 def _lossy_roce(job: JobFacts, tests: Sequence[Measurement]) -> Iterator[Cause]:
@@ -136,15 +155,24 @@ def _lossy_roce(job: JobFacts, tests: Sequence[Measurement]) -> Iterator[Cause]:
     if slow:
         yield make_cause(
             "rdma.lossy-roce",
-            f"RoCE reaches only {format_rate(max(m.bit_per_s or 0.0 for m in slow))}: packets are lost, or it has no priority",
-            [*(seen(m) for m in slow[:2]), *job.nccl.lines("hcas", "setting NCCL_IB_TC")], kind="capability", weight=0.82,
-            severity="critical", subject="roce",
+            f"RoCE reaches only {format_rate(max(m.bit_per_s or 0.0 for m in slow))}: packets are lost, or it has "
+            "no priority",
+            [*(seen(m) for m in slow[:2]), *job.nccl.lines("hcas", "setting NCCL_IB_TC")],
+            kind="capability",
+            weight=0.82,
+            severity="critical",
+            subject="roce",
             fix="PFC or ECN on the traffic class that NCCL uses, on hosts and all switches; NCCL_IB_TC is DSCP x 4",
-            commands=("mlnx_qos -i <interface>", "ethtool -S <interface> | grep -E 'discard|pause|out_of_buffer'",
-                      "rdma statistic show | grep -E 'seq_err|slow_restart|retry'", "export NCCL_IB_TC=106"),
-            undo=("unset NCCL_IB_TC",), source="nccl#378, #306 (the fix is not always confirmed)",
+            commands=(
+                "mlnx_qos -i <interface>",
+                "ethtool -S <interface> | grep -E 'discard|pause|out_of_buffer'",
+                "rdma statistic show | grep -E 'seq_err|slow_restart|retry'",
+                "export NCCL_IB_TC=106",
+            ),
+            undo=("unset NCCL_IB_TC",),
+            source="nccl#378, #306 (the fix is not always confirmed)",
             alternatives="a NIC on a narrow PCIe link is slow too, without packet_seq_err rising",
-        )  # fmt: skip
+        )
 
 
 def _odd_device(verbs: Sequence[Measurement]) -> Iterator[Cause]:
@@ -160,14 +188,19 @@ def _odd_device(verbs: Sequence[Measurement]) -> Iterator[Cause]:
         if slow:
             yield make_cause(
                 "nic.slow-device",
-                f"{names(m.device for m in slow)} reaches {format_rate(min(m.bit_per_s or 0.0 for m in slow))}, the others "
+                f"{names(m.device for m in slow)} reaches {format_rate(min(m.bit_per_s or 0.0 for m in slow))}, "
+                "the others "
                 f"{format_rate(usual)}",
-                [seen(m) for m in (*slow[:3], *[m for m in held if m not in slow][:1])], kind="capability", weight=0.85,
-                subject=slow[0].device, severity="warning",
+                [seen(m) for m in (*slow[:3], *[m for m in held if m not in slow][:1])],
+                kind="capability",
+                weight=0.85,
+                subject=slow[0].device,
+                severity="warning",
                 fix="compare PCIe width and speed, NUMA node, port rate and cable with its neighbours",
                 commands=(f"cat /sys/class/infiniband/{slow[0].device}/ports/1/rate", "lspci -vvv | grep -E 'LnkSta:'"),
-                limit_bit_per_s=min(m.bit_per_s or 0.0 for m in slow), full_bit_per_s=usual,
-            )  # fmt: skip
+                limit_bit_per_s=min(m.bit_per_s or 0.0 for m in slow),
+                full_bit_per_s=usual,
+            )
 
 
 def _gpu_path(verbs: Sequence[Measurement]) -> Iterator[Cause]:
@@ -179,12 +212,17 @@ def _gpu_path(verbs: Sequence[Measurement]) -> Iterator[Cause]:
             yield make_cause(
                 "gpu.slow-gpudirect",
                 f"from GPU memory the NIC carries {format_rate(slow)}, from the host's {format_rate(fast)}",
-                [seen(min(gpu, key=lambda m: m.bit_per_s or 0.0)), seen(host[0])], kind="capability", weight=0.88,
-                subject="gpu-nic", path="gpu",
+                [seen(min(gpu, key=lambda m: m.bit_per_s or 0.0)), seen(host[0])],
+                kind="capability",
+                weight=0.88,
+                subject="gpu-nic",
+                path="gpu",
                 fix="the PCIe path between GPU and NIC: ACS off (bare metal), IOMMU in pass-through, same switch",
-                commands=("nvidia-smi topo -m", "lspci -vvv | grep -i ACSCtl"), source="NCCL troubleshooting guide",
-                limit_bit_per_s=slow, full_bit_per_s=fast,
-            )  # fmt: skip
+                commands=("nvidia-smi topo -m", "lspci -vvv | grep -i ACSCtl"),
+                source="NCCL troubleshooting guide",
+                limit_bit_per_s=slow,
+                full_bit_per_s=fast,
+            )
 
 
 def _retransmits(tcp: Sequence[Measurement]) -> Iterator[Cause]:
@@ -194,11 +232,16 @@ def _retransmits(tcp: Sequence[Measurement]) -> Iterator[Cause]:
         share = measurement.retransmits / max(1.0, measurement.num_bytes / SEGMENT_BYTES)
         if share > MANY_RETRANSMITS:
             yield make_cause(
-                "tcp.retransmits", f"{share:.2%} of the TCP segments were sent again", [seen(measurement)],
-                kind="capability", weight=0.6, subject="loss", path="tcp",
+                "tcp.retransmits",
+                f"{share:.2%} of the TCP segments were sent again",
+                [seen(measurement)],
+                kind="capability",
+                weight=0.6,
+                subject="loss",
+                path="tcp",
                 fix="find where packets drop: NIC counters on both ends, then the switch",
                 commands=("nstat -az | grep -i retrans", "ethtool -S <interface> | grep -iE 'drop|discard|crc'"),
-            )  # fmt: skip
+            )
 
 
 def _more_hosts_much_less(tests: Sequence[Measurement]) -> Iterator[Cause]:
@@ -208,19 +251,24 @@ def _more_hosts_much_less(tests: Sequence[Measurement]) -> Iterator[Cause]:
             by_test.setdefault(m.test, {})[len(m.hosts)] = m
     for held in by_test.values():
         sizes = sorted(held)
-        for few, many in zip(sizes, sizes[1:], strict=False):
+        for few, many in pairwise(sizes):
             # On two hosts tree and NVLS read up to twice the line: only a fall beyond that is one.
             drop = (held[many].bit_per_s or 0.0) / (held[few].bit_per_s or 1.0)
             if drop < 0.4:
                 added = sorted(set(held[many].hosts) - set(held[few].hosts))
                 yield make_cause(
                     "fabric.added-hosts-slow",
-                    f"bus bandwidth falls to {drop:.0%} with {many} hosts instead of {few}: {names(added)} or the way there",
-                    [seen(held[few]), seen(held[many])], kind="capability", weight=0.75, severity="critical",
-                    subject=names(added), path="any",
+                    f"bus bandwidth falls to {drop:.0%} with {many} hosts instead of {few}: {names(added)} or the "
+                    "way there",
+                    [seen(held[few]), seen(held[many])],
+                    kind="capability",
+                    weight=0.75,
+                    severity="critical",
+                    subject=names(added),
+                    path="any",
                     fix="measure all pairs: a slow host, or a slow or oversubscribed link between racks, shows there",
                     commands=("wirespeed bench links --out links.json", "wirespeed doctor fabric links.json"),
                     source="nccl#1453",
                     alternatives="host and path cannot be told apart from these runs alone",
-                )  # fmt: skip
+                )
                 break

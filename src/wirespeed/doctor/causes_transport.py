@@ -84,12 +84,16 @@ def _virtual_interface(nccl: NcclFacts) -> Iterator[Cause]:
             "nccl.wrong-interface",
             f"NCCL uses {interface} on {names(hosts)}, which leads to no other host{why}",
             nccl.lines(f"bootstrap {interface}", "sockets", "setting NCCL_SOCKET_IFNAME"),
-            kind="transport", weight=0.92, severity="critical", subject=interface, path="tcp",
+            kind="transport",
+            weight=0.92,
+            severity="critical",
+            subject=interface,
+            path="tcp",
             fix="name the interface that joins the hosts; an exclusion must name all of them: ^docker,lo,virbr",
             commands=("ip -br addr", "export NCCL_SOCKET_IFNAME=<interface>", "export GLOO_SOCKET_IFNAME=<interface>"),
             undo=("unset NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME",),
             source="NCCL environment documentation; horovod#584",
-        )  # fmt: skip
+        )
 
 
 def _fell_back(job: JobFacts) -> Iterator[Cause]:
@@ -109,17 +113,21 @@ def _fell_back(job: JobFacts) -> Iterator[Cause]:
             "nccl.rdma-disabled",
             f"{name}={value} keeps NCCL on TCP",
             (*nccl.lines(f"setting {name}"), *evidence),
-            weight=0.97, severity="critical",
+            weight=0.97,
+            severity="critical",
             fix=f"unset {name}; where it was set to hide an RDMA failure, mend that instead (4 to 5 times slower so)",
             commands=(f"unset {name}", "export NCCL_NET=IB   # then a fallback fails loudly"),
-            undo=(f"export {name}={value}",), source="sglang PR #1427", **common,
-        )  # fmt: skip
+            undo=(f"export {name}={value}",),
+            source="sglang PR #1427",
+            **common,
+        )
     elif nccl.hosts_without_verbs:
         yield make_cause(
             "nccl.verbs-missing",
             f"libibverbs is not installed in the image or host of {names(nccl.hosts_without_verbs)}, so NCCL uses TCP",
             (*nccl.lines("no verbs"), *nccl.lines("no ib"), *evidence),
-            weight=0.95, severity="critical",
+            weight=0.95,
+            severity="critical",
             fix="install the user-space verbs in the image, and pass the devices in",
             commands=(
                 "apt-get install -y libibverbs1 ibverbs-providers rdma-core",
@@ -127,38 +135,46 @@ def _fell_back(job: JobFacts) -> Iterator[Cause]:
                 "export NCCL_NET=IB   # then a fallback fails loudly",
             ),
             source="sglang PR #1427; AReaL#639; nvidia-container-toolkit#1877",
-            alternatives="on a machine without RDMA hardware TCP is right: ls /sys/class/infiniband tells", **common,
-        )  # fmt: skip
+            alternatives="on a machine without RDMA hardware TCP is right: ls /sys/class/infiniband tells",
+            **common,
+        )
     elif any(is_ipoib(name) for pairs in nccl.sockets.values() for name, _ in pairs):
         yield make_cause(
             "nccl.ipoib",
             f"{names(socket_hosts)} sends TCP over InfiniBand (IPoIB) instead of using verbs",
             (*nccl.lines("sockets"), *evidence),
-            weight=0.9, severity="critical",
+            weight=0.9,
+            severity="critical",
             fix="make NCCL use NET/IB: verbs in the image, /dev/infiniband passed in, NCCL_IB_DISABLE not set",
             commands=("ls /dev/infiniband /sys/class/infiniband", "export NCCL_NET=IB"),
-            source="nccl#952", **common,
-        )  # fmt: skip
+            source="nccl#952",
+            **common,
+        )
     elif nccl.uses_rdma or (nccl.hcas and socket_hosts):
         yield make_cause(
             "nccl.mixed-transport",
             f"{names(socket_hosts)} uses TCP while {names(nccl.hcas)} uses RDMA",
-            evidence, weight=0.9, severity="critical",
+            evidence,
+            weight=0.9,
+            severity="critical",
             fix="make all hosts alike: verbs, devices and NCCL_IB_HCA on the odd ones",
-            commands=("ls /dev/infiniband /sys/class/infiniband", "ibv_devinfo | grep -E 'hca_id|state'"), **common,
-        )  # fmt: skip
+            commands=("ls /dev/infiniband /sys/class/infiniband", "ibv_devinfo | grep -E 'hca_id|state'"),
+            **common,
+        )
     elif shows := shows_rdma(job):
         filters = _values(nccl, "NCCL_IB_HCA")
         yield make_cause(
             "nccl.no-rdma-device",
-            f"NCCL found no usable RDMA port on {names(nccl.hosts_without_ib or socket_hosts)} and uses TCP, though {shows}"
-            + (f"; NCCL_IB_HCA={filters[0]} may name none that exists" if filters else ""),
+            f"NCCL found no usable RDMA port on {names(nccl.hosts_without_ib or socket_hosts)} and uses TCP, "
+            f"though {shows}" + (f"; NCCL_IB_HCA={filters[0]} may name none that exists" if filters else ""),
             (*nccl.lines("no ib", "setting NCCL_IB_HCA"), *evidence),
-            weight=0.85, severity="critical",
+            weight=0.85,
+            severity="critical",
             fix="check that the devices reach the container and that a port is ACTIVE under a name NCCL_IB_HCA allows",
             commands=("ls /dev/infiniband", "ibv_devinfo | grep -E 'hca_id|state|link_layer'", "export NCCL_NET=IB"),
-            source="AReaL#639; nccl#941", **common,
-        )  # fmt: skip
+            source="AReaL#639; nccl#941",
+            **common,
+        )
 
 
 def _without_gpudirect(nccl: NcclFacts) -> Iterator[Cause]:
@@ -177,10 +193,14 @@ def _without_gpudirect(nccl: NcclFacts) -> Iterator[Cause]:
         yield make_cause(
             "nccl.gdr-level",
             f"NCCL_NET_GDR_LEVEL={levels[0]} turns GPUDirect RDMA off",
-            (*nccl.lines("setting NCCL_NET_GDR_LEVEL"), *evidence), kind="transport", weight=0.95, path="gpu",
-            fix="unset it: the default follows the topology", commands=("unset NCCL_NET_GDR_LEVEL",),
+            (*nccl.lines("setting NCCL_NET_GDR_LEVEL"), *evidence),
+            kind="transport",
+            weight=0.95,
+            path="gpu",
+            fix="unset it: the default follows the topology",
+            commands=("unset NCCL_NET_GDR_LEVEL",),
             undo=(f"export NCCL_NET_GDR_LEVEL={levels[0]}",),
-        )  # fmt: skip
+        )
     elif far and (lacks_all or without >= MIN_LINES) and not disabled:
         codes = {distance_name(held.distance, nccl.version) or f"code {held.distance}" for held in far if held.distance}
         crosses = "SYS" in codes
@@ -189,12 +209,18 @@ def _without_gpudirect(nccl: NcclFacts) -> Iterator[Cause]:
             "nccl.gpu-nic-distance",
             f"GPU and NIC are too far apart for GPUDirect ({', '.join(sorted(codes))}): {names(gpus, limit=3)}"
             + ("; the traffic crosses the CPU interconnect" if crosses else ""),
-            evidence, kind="transport", weight=0.88, path="gpu", subject="gpu-nic",
-            fix="give each GPU the NIC of its own PCIe switch or NUMA node; in a VM pass the topology with NCCL_TOPO_FILE",
+            evidence,
+            kind="transport",
+            weight=0.88,
+            path="gpu",
+            subject="gpu-nic",
+            fix="give each GPU the NIC of its own PCIe switch or NUMA node; in a VM pass the topology with "
+            "NCCL_TOPO_FILE",
             commands=("nvidia-smi topo -m", "export NCCL_TOPO_DUMP_FILE=/tmp/topo.xml"),
             source="NCCL graph/paths.cc; nccl-tests#347, #350 (#347 unconfirmed)",
-            alternatives="raising NCCL_NET_GDR_LEVEL is a test only: across sockets it can be slower than the host's memory",
-        )  # fmt: skip
+            alternatives="raising NCCL_NET_GDR_LEVEL is a test only: across sockets it can be slower than the "
+            "host's memory",
+        )
     elif lacks_all:
         no_module = any("module" in held.reason for held in disabled)
         yield make_cause(
@@ -202,14 +228,17 @@ def _without_gpudirect(nccl: NcclFacts) -> Iterator[Cause]:
             f"RDMA without GPUDirect on {names(held.host for held in nccl.vias if held.via.kind == 'NET')}: every byte "
             "takes a detour through the host's memory"
             + ("; neither nvidia_peermem nor DMA-BUF is there" if no_module and not nccl.dmabuf_hosts else ""),
-            evidence, kind="transport", weight=0.9 if disabled or nccl.num_gdr_off else 0.8, path="gpu",
+            evidence,
+            kind="transport",
+            weight=0.9 if disabled or nccl.num_gdr_off else 0.8,
+            path="gpu",
             subject="gpudirect",
             fix="load nvidia_peermem, or use the open kernel driver with DMA-BUF; on bare metal turn ACS off",
             commands=("modprobe nvidia_peermem", "lspci -vvv | grep -i ACSCtl   # SrcValid+ is bad on bare metal"),
             undo=("modprobe -r nvidia_peermem",),
             source="nccl#489, #595, #1412; NCCL troubleshooting guide",
             alternatives="GeForce cards have no GPUDirect RDMA: then this is as good as it gets",
-        )  # fmt: skip
+        )
     elif with_gdr and without >= MIN_LINES:
         yield from _partial_gpudirect(nccl, evidence)
 
@@ -228,10 +257,15 @@ def _partial_gpudirect(nccl: NcclFacts, evidence: tuple[Evidence, ...]) -> Itera
     yield make_cause(
         "nccl.partial-gpudirect",
         f"GPUDirect is off on some NICs only: {names(labels)}",
-        evidence, kind="transport", weight=0.85, path="gpu", subject="gpudirect",
+        evidence,
+        kind="transport",
+        weight=0.85,
+        path="gpu",
+        subject="gpudirect",
         fix="compare these NICs with their neighbours: PCIe position, ACS, IOMMU, nvidia_peermem loaded on that host",
-        commands=("nvidia-smi topo -m", "lsmod | grep peermem"), source="nccl#392; nv_peer_memory#56",
-    )  # fmt: skip
+        commands=("nvidia-smi topo -m", "lsmod | grep peermem"),
+        source="nccl#392; nv_peer_memory#56",
+    )
 
 
 def _hca_set(nccl: NcclFacts) -> Iterator[Cause]:
@@ -240,20 +274,28 @@ def _hca_set(nccl: NcclFacts) -> Iterator[Cause]:
         yield make_cause(
             "nccl.mixed-hcas",
             f"NCCL uses RDMA ports of different makes together: {', '.join(sorted(families))}",
-            nccl.lines("hcas"), kind="transport", weight=0.7, subject="hcas",
+            nccl.lines("hcas"),
+            kind="transport",
+            weight=0.7,
+            subject="hcas",
             fix="keep to one make with NCCL_IB_HCA, and to a GID index that is right for it",
-            commands=(f"export NCCL_IB_HCA={sorted(families)[0]}",), undo=("unset NCCL_IB_HCA",), source="nccl#1526",
-        )  # fmt: skip
+            commands=(f"export NCCL_IB_HCA={sorted(families)[0]}",),
+            undo=("unset NCCL_IB_HCA",),
+            source="nccl#1526",
+        )
     layers = {hca.layer for hcas in nccl.hcas.values() for hca in hcas}
     if len(layers) > 1 and len(families) == 1:
         yield make_cause(
             "nccl.mixed-layers",
             "NCCL uses InfiniBand and Ethernet (RoCE) ports together: a management or storage port may be among them",
-            nccl.lines("hcas"), kind="transport", weight=0.65, subject="hcas",
+            nccl.lines("hcas"),
+            kind="transport",
+            weight=0.65,
+            subject="hcas",
             fix="name the ports of the training network in NCCL_IB_HCA (= for exact names)",
             commands=("ibv_devinfo | grep -E 'hca_id|link_layer|active_mtu'", "export NCCL_IB_HCA==mlx5_0,mlx5_1"),
             undo=("unset NCCL_IB_HCA",),
-        )  # fmt: skip
+        )
     counts = {host: len(hcas) for host, hcas in nccl.hcas.items()}
     if len(set(counts.values())) > 1:
         most = max(counts.values())
@@ -261,11 +303,15 @@ def _hca_set(nccl: NcclFacts) -> Iterator[Cause]:
         yield make_cause(
             "nccl.hca-count",
             f"{names(few)} uses {min(counts.values())} RDMA ports where the others use {most}",
-            (line for host in few for line in nccl.lines(f"hcas {host}")), kind="transport", weight=0.75,
-            severity="critical", subject="hcas", host=few[0] if len(few) == 1 else "",
+            (line for host in few for line in nccl.lines(f"hcas {host}")),
+            kind="transport",
+            weight=0.75,
+            severity="critical",
+            subject="hcas",
+            host=few[0] if len(few) == 1 else "",
             fix="find the missing port: down, not passed into the container, or left out by NCCL_IB_HCA",
             commands=("ibv_devinfo | grep -E 'hca_id|state'",),
-        )  # fmt: skip
+        )
 
 
 def _inside_host(nccl: NcclFacts) -> Iterator[Cause]:
@@ -276,12 +322,15 @@ def _inside_host(nccl: NcclFacts) -> Iterator[Cause]:
             "GPUs of one host exchange through shared memory, not directly"
             + (f" (NCCL_P2P_* is set to {off[0]})" if off else ""),
             (*nccl.lines("setting NCCL_P2P_DISABLE", "setting NCCL_P2P_LEVEL"), *nccl.lines("via SHM")),
-            kind="transport", weight=0.9 if off else 0.55, severity="warning" if off else "notice", path="gpu",
+            kind="transport",
+            weight=0.9 if off else 0.55,
+            severity="warning" if off else "notice",
+            path="gpu",
             subject="p2p",
             fix="unset NCCL_P2P_DISABLE; check ACS and IOMMU, which forbid P2P on bare metal",
             commands=("nvidia-smi topo -p2p r", "unset NCCL_P2P_DISABLE"),
             alternatives="GPUs on different sockets, or without P2P at all, rightly use shared memory",
-        )  # fmt: skip
+        )
 
 
 def _unknown_speed(nccl: NcclFacts) -> Iterator[Cause]:
@@ -290,7 +339,13 @@ def _unknown_speed(nccl: NcclFacts) -> Iterator[Cause]:
         yield make_cause(
             "nccl.speed-unknown",
             f"NCCL cannot read the speed of {names(names_held)} and plans for 10 Gbit/s",
-            nccl.lines("no speed"), kind="setting", weight=0.4, severity="notice", path="tcp", subject=names_held[0],
-            fix="in a virtual machine this is usual; NCCL_NSOCKS_PERTHREAD and NCCL_SOCKET_NTHREADS make up for it above "
+            nccl.lines("no speed"),
+            kind="setting",
+            weight=0.4,
+            severity="notice",
+            path="tcp",
+            subject=names_held[0],
+            fix="in a virtual machine this is usual; NCCL_NSOCKS_PERTHREAD and NCCL_SOCKET_NTHREADS make up for it "
+            "above "
             "10 Gbit/s",
-        )  # fmt: skip
+        )

@@ -134,9 +134,10 @@ def _simulated(cause: Cause, dossier: Dossier) -> WhatItGives | None:
     except WirespeedError:
         return None
     return WhatItGives(
-        step_s=step_s, now_s=now_s,
+        step_s=step_s,
+        now_s=now_s,
         basis=f"simulated: the wire {full / limit:.3g} times as fast ({format_rate(limit)} -> {format_rate(full)})",
-    )  # fmt: skip
+    )
 
 
 def _bounded(cause: Cause, exposure: Exposure | None) -> WhatItGives | None:
@@ -176,7 +177,8 @@ def _headline(dossier: Dossier, causes: Sequence[Cause]) -> str:
     if exposure is not None:
         word = "a minor part" if exposure.share < LARGE_SHARE else "a large part"
         return (
-            f"exposed communication is {word} of the step ({format_percent(exposure.share)}), and nothing in these files "
+            f"exposed communication is {word} of the step ({format_percent(exposure.share)}), and nothing in these "
+            "files "
             "is wrong with the network: send less, or overlap more"
         )
     if not dossier.facts.has_job_log and not dossier.facts.measurements and dossier.links is None:
@@ -190,12 +192,16 @@ def _exposure_lines(exposure: Exposure | None) -> tuple[str, ...]:
     share = exposure.share
     word = "not the bottleneck" if share < MINOR_SHARE else "minor" if share < LARGE_SHARE else "worth work"
     lines = [
-        f"step {format_duration(exposure.step_s)}, of which {format_duration(exposure.exposed_s)} exposed communication "
-        f"({format_percent(share)}: {word}), from {exposure.source}"
+        (
+            f"step {format_duration(exposure.step_s)}, of which {format_duration(exposure.exposed_s)} exposed "
+            "communication "
+            f"({format_percent(share)}: {word}), from {exposure.source}"
+        )
     ]
     if exposure.waiting_s is not None and exposure.waiting_s > 0.5 * exposure.exposed_s > 0:
         lines.append(
-            f"{format_percent(exposure.waiting_s / exposure.exposed_s)} of that is waiting for ranks that came late: look "
+            f"{format_percent(exposure.waiting_s / exposure.exposed_s)} of that is waiting for ranks that came "
+            "late: look "
             "at the slowest rank before the network"
         )
     return tuple(lines)
@@ -256,7 +262,8 @@ def _what_would_help(dossier: Dossier, causes: Sequence[Cause]) -> list[str]:
     has_failure = any(cause.kind == "failure" for cause in causes)
     if dossier.exposure is None and not has_failure:
         notes.append(
-            "whether the network is the bottleneck is not known from these files; hint: add a record of `wirespeed tune` "
+            "whether the network is the bottleneck is not known from these files; hint: add a record of `wirespeed "
+            "tune` "
             "or `wirespeed profile`"
         )
     if dossier.facts.has_job_log and nccl.num_lines and not nccl.vias and not nccl.networks:

@@ -72,7 +72,7 @@ class _Traces(msgspec.Struct):
 
 def _kind(file: LogFile) -> str:
     """The kind of a record, or empty. Only the head is read where the file is none."""
-    if not file.head().lstrip()[:1] == b"{":
+    if file.head().lstrip()[:1] != b"{":
         return ""
     try:
         return msgspec.json.decode(Path(file.name).read_bytes(), type=_Head).kind
@@ -154,6 +154,8 @@ def _traced(path: Path) -> Exposure | None:
     usual = sorted(ranks, key=lambda r: r.exposed_s / r.window_s if r.window_s > 0 else 0.0)[len(ranks) // 2]
     scale = usual.step_s / usual.window_s if usual.step_s and usual.window_s > 0 else 1.0
     return Exposure(
-        source=str(path), step_s=usual.window_s * scale, exposed_s=usual.exposed_s * scale,
+        source=str(path),
+        step_s=usual.window_s * scale,
+        exposed_s=usual.exposed_s * scale,
         waiting_s=None if usual.waiting_s is None else usual.waiting_s * scale,
-    )  # fmt: skip
+    )

@@ -25,7 +25,8 @@ WORDS: dict[str, FailureText] = {
     "memlock": FailureText(
         "host.memlock", "{who} may not lock memory for RDMA: the memlock limit is too low",
         "lift the limit where the job starts: limits.conf, the service unit of the scheduler, the container",
-        ("ulimit -l", "docker run --ulimit memlock=-1 ...", "echo '* - memlock unlimited' >> /etc/security/limits.conf"),
+        ("ulimit -l", "docker run --ulimit memlock=-1 ...",
+         "echo '* - memlock unlimited' >> /etc/security/limits.conf"),
         "rdma", "NCCL troubleshooting guide",
     ),
     "reg_mr": FailureText(
@@ -41,7 +42,8 @@ WORDS: dict[str, FailureText] = {
     "message_truncated": FailureText(
         "nccl.ranks-differ", "ranks disagree on the size of a message: NCCL version or settings differ between hosts",
         "make NCCL version and NCCL_* settings the same on all hosts (also /etc/nccl.conf and ~/.nccl.conf)",
-        ("python -c 'import torch; print(torch.cuda.nccl.version())'", "env | grep NCCL_; cat /etc/nccl.conf ~/.nccl.conf"),
+        ("python -c 'import torch; print(torch.cuda.nccl.version())'",
+         "env | grep NCCL_; cat /etc/nccl.conf ~/.nccl.conf"),
         "any", "nccl issues on \"message truncated\"",
     ),
     "version_mismatch": FailureText(
@@ -80,7 +82,8 @@ WORDS: dict[str, FailureText] = {
         "not the network: mend the program; the others only lost their peer",
     ),
     "crash": FailureText(
-        "job.crash", "{who} crashed ({detail}); the others only lost their peer", "not the network: look at that process",
+        "job.crash", "{who} crashed ({detail}); the others only lost their peer",
+        "not the network: look at that process",
         ("ulimit -c unlimited",),
     ),
     "host_memory": FailureText(
@@ -128,7 +131,8 @@ WORDS: dict[str, FailureText] = {
     ),
     "kernel_pcie_width": FailureText(
         "pci.width", "the NIC or GPU at {who} runs on a PCIe link below its best",
-        "reseat it, or move it to a slot of full width; check the BIOS", ("lspci -vvv -s <BDF> | grep -E 'LnkCap|LnkSta'",),
+        "reseat it, or move it to a slot of full width; check the BIOS",
+        ("lspci -vvv -s <BDF> | grep -E 'LnkCap|LnkSta'",),
         severity="warning", is_fatal=False,
     ),
     "kernel_conntrack": FailureText(

@@ -148,10 +148,14 @@ def _compare(group: str, ranks: dict[int, dict[int, TraceEntry]], traces: list[R
                 odd = sorted(rank for value, members in values.items() if value != usual for rank in members)
                 other = next(value for value in values if value != usual)
                 return Desync(
-                    kind=kind, group=group, sequence=sequence, operation=next(iter(ranks.values()))[sequence].name,
-                    ranks=tuple(odd), detail=f"{other or 'nothing'!s} where the others have {usual or 'nothing'!s}",
+                    kind=kind,
+                    group=group,
+                    sequence=sequence,
+                    operation=next(iter(ranks.values()))[sequence].name,
+                    ranks=tuple(odd),
+                    detail=f"{other or 'nothing'!s} where the others have {usual or 'nothing'!s}",
                     where=source,
-                )  # fmt: skip
+                )
     return _not_arrived(group, ranks, traces)
 
 
@@ -173,14 +177,24 @@ def _not_arrived(group: str, ranks: dict[int, dict[int, TraceEntry]], traces: li
         lowest = min(last[rank] for rank in behind)
         first = ranks[leader].get(lowest + 1, ranks[leader][furthest])
         return Desync(
-            kind="not_arrived", group=group, sequence=first.sequence, operation=first.name, ranks=tuple(behind),
-            detail=f"last entered collective {lowest}, the others {furthest}", where=source,
-        )  # fmt: skip
+            kind="not_arrived",
+            group=group,
+            sequence=first.sequence,
+            operation=first.name,
+            ranks=tuple(behind),
+            detail=f"last entered collective {lowest}, the others {furthest}",
+            where=source,
+        )
     members = next((trace.group_ranks[group] for trace in traces if group in trace.group_ranks), ())
     missing = sorted(set(members) - set(ranks))
     if not missing or len(missing) * 2 > len(members):
         return None
     return Desync(
-        kind="missing_dump", group=group, sequence=furthest, operation=ranks[leader][furthest].name,
-        ranks=tuple(missing), detail="wrote no dump while the others wait", where=source,
-    )  # fmt: skip
+        kind="missing_dump",
+        group=group,
+        sequence=furthest,
+        operation=ranks[leader][furthest].name,
+        ranks=tuple(missing),
+        detail="wrote no dump while the others wait",
+        where=source,
+    )

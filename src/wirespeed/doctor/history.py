@@ -88,7 +88,9 @@ def _finding(subject: str, title: str, cells: dict[tuple[str, str], tuple[float,
     level = median(now / before for now, before in cells.values())
     worst = sorted(cells.items(), key=lambda item: item[1][0] / item[1][1])[:4]
     return Finding(
-        id="link.slower-than-before", subject=subject, severity="warning",
+        id="link.slower-than-before",
+        subject=subject,
+        severity="warning",
         title=f"{title}: {format_percent(level)} of its own median",
         evidence=tuple(
             Evidence(where=f"{s} -> {t}", seen=format_rate(now), expected=format_rate(before))
@@ -96,4 +98,4 @@ def _finding(subject: str, title: str, cells: dict[tuple[str, str], tuple[float,
         ),
         remedy=Remedy(text="what changed since: driver, firmware, cabling, neighbours on the same switch"),
         source=f"below {format_percent(SLOWER)} of the median of the last {MAX_RUNS} runs",
-    )  # fmt: skip
+    )

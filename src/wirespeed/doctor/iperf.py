@@ -54,11 +54,14 @@ class IperfReader:
         if self._best is not None:
             self.found.append(
                 Measurement(
-                    tool="iperf3", test="tcp", where=f"{self._source}:{self._line}",
-                    points=(Point(size_bytes=0, bit_per_s=self._best[1]),), streams=max(1, len(self._streams)),
+                    tool="iperf3",
+                    test="tcp",
+                    where=f"{self._source}:{self._line}",
+                    points=(Point(size_bytes=0, bit_per_s=self._best[1]),),
+                    streams=max(1, len(self._streams)),
                     retransmits=self._retransmits,
                 )
-            )  # fmt: skip
+            )
         self._streams, self._best, self._retransmits = set(), None, None
 
 
@@ -112,10 +115,13 @@ def read_document(content: bytes, source: str) -> Measurement:
     rate = 0.0 if received is None else received.bits_per_second
     pair = held.start.connected[0] if held.start.connected else _Connected()
     return Measurement(
-        tool="iperf3", test=test.protocol.lower(), where=source,
+        tool="iperf3",
+        test=test.protocol.lower(),
+        where=source,
         points=(Point(size_bytes=0, bit_per_s=rate),) if rate > 0 else (),
-        hosts=tuple(name for name in (pair.local_host, pair.remote_host) if name), streams=test.num_streams,
+        hosts=tuple(name for name in (pair.local_host, pair.remote_host) if name),
+        streams=test.num_streams,
         retransmits=None if held.end.sum_sent is None else held.end.sum_sent.retransmits,
         num_bytes=None if held.end.sum_sent is None else held.end.sum_sent.bytes,
         notes=(held.error[:200],) if held.error else (),
-    )  # fmt: skip
+    )

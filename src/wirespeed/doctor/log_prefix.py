@@ -4,7 +4,8 @@
     [rank3]:[E1129 22:06:35.123456789 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught ...
 
 Everything is searched for, nothing is expected at column 0. A time is seconds within its year, so that formats with and
-without a year compare; every year counts as a leap year, zones are not known, and a job over New Year's Eve is sorted wrongly.
+without a year compare; every year counts as a leap year, zones are not known, and a job over New Year's Eve is
+sorted wrongly.
 """
 
 from __future__ import annotations

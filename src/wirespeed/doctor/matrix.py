@@ -1,4 +1,4 @@
-"""Slow hosts, links, racks and uplinks from a matrix of link measurements, by the model rate = min(sender, path, receiver).
+"""Slow hosts, links, racks and uplinks from link measurements, by the model rate = min(sender, path, receiver).
 
 A host's side is as fast as it was seen to be: the highest of the medians of its classes (partners in its rack, partners
 elsewhere), so a slow partner or a busy uplink does not make it suspect. A link is slow where it is slower than both its
@@ -78,9 +78,7 @@ def matrix_of(
     for pairs in table:
         forth = tuple((record.hosts[a], record.hosts[b]) for a, b in pairs)
         phases += [forth, tuple((b, a) for a, b in forth)]
-    return Matrix(
-        hosts=record.hosts, bit_per_s=rates, dips=dips, racks=dict(racks or {}), phases=tuple(phases)
-    )  # fmt: skip
+    return Matrix(hosts=record.hosts, bit_per_s=rates, dips=dips, racks=dict(racks or {}), phases=tuple(phases))
 
 
 def _dip(sample: LinkSample) -> float:
@@ -102,8 +100,9 @@ def judge(matrix: Matrix) -> MatrixReport:
     """What stands out in a matrix."""
     rates = matrix.bit_per_s
     if not rates:
-        return MatrixReport(usual_bit_per_s=0.0, sending={}, receiving={}, findings=(),
-                            cannot_tell=("no pair was measured",))  # fmt: skip
+        return MatrixReport(
+            usual_bit_per_s=0.0, sending={}, receiving={}, findings=(), cannot_tell=("no pair was measured",)
+        )
     usual = _usual(matrix)
     share = {cell: rate / usual for cell, rate in rates.items()}
     sending = {host: _side(matrix, share, host, 0) for host in matrix.hosts}
@@ -122,9 +121,12 @@ def judge(matrix: Matrix) -> MatrixReport:
     if not uplinks and not group:
         findings += _slow_links(matrix, share, sending, receiving, unsteady, usual)
     return MatrixReport(
-        usual_bit_per_s=usual, sending=sending, receiving=receiving, findings=tuple(findings),
+        usual_bit_per_s=usual,
+        sending=sending,
+        receiving=receiving,
+        findings=tuple(findings),
         cannot_tell=tuple(_cannot_tell(matrix, findings)),
-    )  # fmt: skip
+    )
 
 
 def _usual(matrix: Matrix) -> float:
@@ -177,19 +179,18 @@ def _evidence(cells: Sequence[Cell], share: Mapping[Cell, float], usual: float) 
     )
 
 
-def _slow_host(
+def _slow_host(  # noqa: PLR0917 - one caller
     host: str, sends: float, receives: float, limit: float, share: Mapping[Cell, float], usual: float
 ) -> Finding:
     is_both = sends < limit and receives < limit
     side = "both ways" if is_both else "sending" if sends < limit else "receiving"
     level = min(sends, receives)
-    cells = [
-        cell for cell in share
-        if (cell[0] == host and sends < limit) or (cell[1] == host and receives < limit)
-    ]  # fmt: skip
+    cells = [cell for cell in share if (cell[0] == host and sends < limit) or (cell[1] == host and receives < limit)]
     return Finding(
         id="link.slow-host" if is_both else "link.slow-tx" if sends < limit else "link.slow-rx",
-        subject=host, host=host, severity="critical" if level < 0.7 else "warning",
+        subject=host,
+        host=host,
+        severity="critical" if level < 0.7 else "warning",
         title=f"host {host} is slow {side}: {format_percent(level)} of what the others reach",
         evidence=_evidence(cells, share, usual),
         remedy=Remedy(
@@ -197,14 +198,18 @@ def _slow_host(
             commands=("wirespeed doctor host --during 10s", "ethtool <interface>; ethtool -S <interface>"),
         ),
         source=f"below {format_percent(SLOW)} of usual and {MIN_Z} robust deviations",
-        limit_bit_per_s=level * usual, full_bit_per_s=usual,
-    )  # fmt: skip
+        limit_bit_per_s=level * usual,
+        full_bit_per_s=usual,
+    )
 
 
 def _flapping(matrix: Matrix, host: str) -> Finding:
     cells = sorted((cell for cell in matrix.dips if host in cell), key=lambda cell: matrix.dips[cell])[:4]
     return Finding(
-        id="link.flapping", subject=host, host=host, severity="critical",
+        id="link.flapping",
+        subject=host,
+        host=host,
+        severity="critical",
         title=f"the link of host {host} comes and goes: transfers to and from it stall, others do not",
         evidence=tuple(
             Evidence(
@@ -219,7 +224,7 @@ def _flapping(matrix: Matrix, host: str) -> Finding:
             commands=("cat /sys/class/net/<interface>/carrier_changes", "dmesg -T | grep -i 'link'"),
         ),
         source="own rule",
-    )  # fmt: skip
+    )
 
 
 def _group(slow: Sequence[str], share: Mapping[Cell, float]) -> tuple[str, ...]:
@@ -234,19 +239,27 @@ def _group_finding(group: Sequence[str], share: Mapping[Cell, float], usual: flo
     cells = [cell for cell in share if (cell[0] in group) != (cell[1] in group)]
     level = median(share[cell] for cell in cells)
     return Finding(
-        id="link.slow-uplink", subject=", ".join(group), severity="critical",
-        title=f"what joins {', '.join(group)} to the others is slow: {format_percent(level)} of usual; among themselves "
+        id="link.slow-uplink",
+        subject=", ".join(group),
+        severity="critical",
+        title=f"what joins {', '.join(group)} to the others is slow: {format_percent(level)} of usual; among "
+        "themselves "
         "they are fast",
         evidence=_evidence(cells, share, usual),
         remedy=Remedy(text="look at the uplink of their switch; give the racks with --racks to have it named"),
-        source="own rule", limit_bit_per_s=level * usual, full_bit_per_s=usual,
-    )  # fmt: skip
+        source="own rule",
+        limit_bit_per_s=level * usual,
+        full_bit_per_s=usual,
+    )
 
 
 def _slow_uplinks(
-    matrix: Matrix, share: Mapping[Cell, float], sending: Mapping[str, float], receiving: Mapping[str, float],
+    matrix: Matrix,
+    share: Mapping[Cell, float],
+    sending: Mapping[str, float],
+    receiving: Mapping[str, float],
     usual: float,
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """Racks whose pairs together carry less than their hosts could, in every phase in which several cross."""
     racks = sorted(set(matrix.racks.values()))
     if len(racks) < 2:
@@ -274,13 +287,20 @@ def _slow_uplinks(
     return [_uplink(rack, named, ratio[rack], capacity[rack], slowest[rack], share, usual) for rack in named[:1]]
 
 
-def _uplink(
-    rack: str, named: Sequence[str], ratio: float, capacity: float, cells: Sequence[Cell], share: Mapping[Cell, float],
+def _uplink(  # noqa: PLR0917 - one caller
+    rack: str,
+    named: Sequence[str],
+    ratio: float,
+    capacity: float,
+    cells: Sequence[Cell],
+    share: Mapping[Cell, float],
     usual: float,
-) -> Finding:  # fmt: skip
+) -> Finding:
     subject = rack if len(named) == 1 else " or ".join(named)
     return Finding(
-        id="link.slow-uplink", subject=subject, severity="warning" if ratio > 0.7 else "critical",
+        id="link.slow-uplink",
+        subject=subject,
+        severity="warning" if ratio > 0.7 else "critical",
         title=f"the uplink of rack {subject} carries {format_rate(capacity)} where its hosts could send "
         f"{format_rate(capacity / ratio)}: oversubscribed or slow",
         evidence=_evidence(list(dict.fromkeys(cells)), share, usual),
@@ -288,14 +308,20 @@ def _uplink(
             text="a member of the uplink may be down; else place the ranks so that less crosses racks (wirespeed plan)",
             commands=("ethtool <uplink ports of the switch>",),
         ),
-        source="own rule", limit_bit_per_s=capacity, full_bit_per_s=capacity / ratio,
-    )  # fmt: skip
+        source="own rule",
+        limit_bit_per_s=capacity,
+        full_bit_per_s=capacity / ratio,
+    )
 
 
-def _slow_links(
-    matrix: Matrix, share: Mapping[Cell, float], sending: Mapping[str, float], receiving: Mapping[str, float],
-    unsteady: Sequence[str], usual: float,
-) -> list[Finding]:  # fmt: skip
+def _slow_links(  # noqa: PLR0917 - one caller
+    matrix: Matrix,
+    share: Mapping[Cell, float],
+    sending: Mapping[str, float],
+    receiving: Mapping[str, float],
+    unsteady: Sequence[str],
+    usual: float,
+) -> list[Finding]:
     if len(matrix.hosts) < 3:
         return []
     residual = {
@@ -319,9 +345,11 @@ def _slow_links(
         level = median(share[cell] for cell in cells)
         findings.append(
             Finding(
-                id="link.slow-path", subject=f"{source} {'<->' if is_both else '->'} {target}",
+                id="link.slow-path",
+                subject=f"{source} {'<->' if is_both else '->'} {target}",
                 severity="critical" if level < 0.7 else "warning",
-                title=f"the path {source} {'to and from' if is_both else 'to'} {target} is slow: {format_percent(level)} "
+                title=f"the path {source} {'to and from' if is_both else 'to'} {target} is slow: "
+                f"{format_percent(level)} "
                 "of usual, while both hosts are fast with others",
                 evidence=_evidence(cells, share, usual),
                 remedy=Remedy(
@@ -329,9 +357,10 @@ def _slow_links(
                     commands=(f"ip route get <address of {target}>", f"traceroute -n {target}"),
                 ),
                 source=f"below {format_percent(SLOW)} of what both ends allow",
-                limit_bit_per_s=level * usual, full_bit_per_s=usual,
+                limit_bit_per_s=level * usual,
+                full_bit_per_s=usual,
             )
-        )  # fmt: skip
+        )
     return findings
 
 
@@ -342,9 +371,11 @@ def _cannot_tell(matrix: Matrix, findings: Sequence[Finding]) -> list[str]:
         lines.append("with two hosts a slow pair may be either host or the path: measure with a third")
     elif count == 3 and findings:
         lines.append("with three hosts a slow host and two slow paths look alike: measure with a fourth")
-    for finding in findings:
-        if finding.id == "link.slow-uplink" and " or " in finding.subject:
-            lines.append(f"which of racks {finding.subject} has the slow uplink: their traffic passes both")
+    lines += [
+        f"which of racks {finding.subject} has the slow uplink: their traffic passes both"
+        for finding in findings
+        if finding.id == "link.slow-uplink" and " or " in finding.subject
+    ]
     missing = sum((a, b) not in matrix.bit_per_s for a in matrix.hosts for b in matrix.hosts if a != b)
     if missing:
         lines.append(f"{missing} of {count * (count - 1)} directions were not measured: a slow path may be among them")

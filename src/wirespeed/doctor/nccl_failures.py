@@ -122,9 +122,13 @@ def parse_failure(text: bytes) -> FailureWords | None:
     if found is not None:
         number, words = found.groups()
         return FailureWords(
-            "modify_qp", True, None if number is None else int(number), _remote_gid(text), _device(text),
+            "modify_qp",
+            True,
+            None if number is None else int(number),
+            _remote_gid(text),
+            _device(text),
             _text(words.strip()) + _gid_words(text),
-        )  # fmt: skip
+        )
     for pattern, reader in _READERS:
         found = pattern.search(text)
         if found is not None:
@@ -141,9 +145,13 @@ def _completion(text: bytes, found: re.Match[bytes]) -> FailureWords:
         detail += f", vendor error {int(vendor[1])}"
     remote = _remote_gid(text)
     return FailureWords(
-        "completion", code != 5, code, _text(peer) if peer is not None else remote, _device(text),
+        "completion",
+        code != 5,
+        code,
+        _text(peer) if peer is not None else remote,
+        _device(text),
         detail + _gid_words(text),
-    )  # fmt: skip
+    )
 
 
 def _gid_words(text: bytes) -> str:

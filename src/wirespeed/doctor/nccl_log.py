@@ -191,12 +191,20 @@ class NcclReader:
         setup_end = self._setup.setup_end.get(place.source)
         rank = self._setup.ranks.get(process)
         self.failures[key] = Failure(
-            kind=words.kind, is_primary=words.is_primary, where=f"{place.source}:{place.number}",
-            text=shown(place.line), host=process.host, rank=find_rank(head) if rank is None else rank, time_s=time_s,
+            kind=words.kind,
+            is_primary=words.is_primary,
+            where=f"{place.source}:{place.number}",
+            text=shown(place.line),
+            host=process.host,
+            rank=find_rank(head) if rank is None else rank,
+            time_s=time_s,
             age_s=None if time_s is None or start_s is None else max(0.0, time_s - start_s),
             age_lines=None if setup_end is None else place.number - setup_end,
-            code=words.code, peer=words.peer, device=words.device, detail=words.detail,
-        )  # fmt: skip
+            code=words.code,
+            peer=words.peer,
+            device=words.device,
+            detail=words.detail,
+        )
         return True
 
     def start(self, source: str, time_s: float | None) -> None:

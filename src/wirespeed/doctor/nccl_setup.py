@@ -123,9 +123,12 @@ class SetupReader:
         elif (found := formats.GDR_HCA.search(message)) is not None:
             enabled, index, name, reason = found.groups()
             self._gdr_hcas[process.host, name.decode(errors="replace")] = GdrFacts(
-                host=process.host, hca=name.decode(errors="replace"), index=int(index), is_enabled=enabled == b"Enabled",
+                host=process.host,
+                hca=name.decode(errors="replace"),
+                index=int(index),
+                is_enabled=enabled == b"Enabled",
                 reason=(reason or b"").decode(errors="replace"),
-            )  # fmt: skip
+            )
             self.first("gdr hca " + enabled.decode(errors="replace"), place)
         elif (found := formats.EFA.search(message)) is not None:
             self._providers.add(found[1].decode(errors="replace"))
@@ -153,9 +156,14 @@ class SetupReader:
             return False
         enabled, gpu, hca, distance, sign, limit = found.groups()
         self._gdr_gpus[process.host, gpu.decode(errors="replace"), hca.decode(errors="replace")] = GdrFacts(
-            host=process.host, hca=hca.decode(errors="replace"), gpu=gpu.decode(errors="replace"), is_enabled=enabled == b"Enabled",
-            distance=int(distance), limit=int(limit), reason=f"distance {int(distance)} {sign.decode(errors='replace')} {int(limit)}",
-        )  # fmt: skip
+            host=process.host,
+            hca=hca.decode(errors="replace"),
+            gpu=gpu.decode(errors="replace"),
+            is_enabled=enabled == b"Enabled",
+            distance=int(distance),
+            limit=int(limit),
+            reason=f"distance {int(distance)} {sign.decode(errors='replace')} {int(limit)}",
+        )
         self.first("gdr gpu " + enabled.decode(errors="replace"), place)
         return True
 

@@ -27,7 +27,8 @@ _ROW = re.compile(
     + rb"(?:\s+" + rb"\s+".join([_NUMBER] * 3) + rb"\s+(N/A|" + _NUMBER[1:-1] + rb"))?"
 )  # fmt: skip
 _RANK = re.compile(
-    rb"#\s+Rank\s+(\d{1,18})\s+(?:Group\s+(\d{1,18})\s+)?Pid\s+(\d{1,18}) on\s+(\S+) device\s+(\d{1,18}) \[([^\]]+)\] (.*)"
+    rb"#\s+Rank\s+(\d{1,18})\s+(?:Group\s+(\d{1,18})\s+)?Pid\s+(\d{1,18}) on\s+(\S+) device\s+(\d{1,18}) "
+    rb"\[([^\]]+)\] (.*)"
 )
 _TEST = re.compile(rb"# Collective test starting: (\w+?)(?:_perf)?\s*$")
 _COMMAND = re.compile(rb"\b(\w+)_perf\b")
@@ -38,7 +39,8 @@ _HEADER = re.compile(rb"#\s*nThread")
 NAMES = {
     "AllReduce": "all_reduce", "all_reduce": "all_reduce", "AllGather": "all_gather", "all_gather": "all_gather",
     "ReduceScatter": "reduce_scatter", "reduce_scatter": "reduce_scatter", "AlltoAll": "all_to_all",
-    "alltoall": "all_to_all", "Broadcast": "broadcast", "broadcast": "broadcast", "Reduce": "reduce", "reduce": "reduce",
+    "alltoall": "all_to_all", "Broadcast": "broadcast", "broadcast": "broadcast",
+    "Reduce": "reduce", "reduce": "reduce",
     "SendRecv": "sendrecv", "sendrecv": "sendrecv", "Gather": "gather", "gather": "gather", "Scatter": "scatter",
     "scatter": "scatter", "HyperCube": "hypercube", "hypercube": "hypercube",
 }  # fmt: skip

@@ -78,10 +78,15 @@ class PerftestReader:
         if self._points:
             self.found.append(
                 Measurement(
-                    tool="perftest", test=self._test or ("latency" if self._is_latency else "bandwidth"),
-                    where=f"{self._source}:{self._line}", points=tuple(self._points), streams=self._streams,
-                    device=self._device, layer=self._layer, uses_gpu=self._uses_gpu,
+                    tool="perftest",
+                    test=self._test or ("latency" if self._is_latency else "bandwidth"),
+                    where=f"{self._source}:{self._line}",
+                    points=tuple(self._points),
+                    streams=self._streams,
+                    device=self._device,
+                    layer=self._layer,
+                    uses_gpu=self._uses_gpu,
                 )
-            )  # fmt: skip
+            )
             self._uses_gpu = False
         self._points, self._unit = [], None

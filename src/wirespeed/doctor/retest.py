@@ -159,10 +159,16 @@ def check_fabric(
         return suspects(seen[0], matrix)
 
     first = measure_links(
-        ranks, streams=streams, duration_s=duration_s, options=options, timeout_s=timeout_s,
-        join_timeout_s=join_timeout_s, progress=progress, schedule=lambda count: schedule_of(count, seed=seed),
+        ranks,
+        streams=streams,
+        duration_s=duration_s,
+        options=options,
+        timeout_s=timeout_s,
+        join_timeout_s=join_timeout_s,
+        progress=progress,
+        schedule=lambda count: schedule_of(count, seed=seed),
         follow_up=follow_up,
-    )  # fmt: skip
+    )
     if first is None:
         return None
     report = seen[0]
@@ -171,14 +177,24 @@ def check_fabric(
 
 
 def _report(
-    record: LinksRecord, report: MatrixReport, findings: Sequence[Finding], *, dropped: Sequence[str] = (),
+    record: LinksRecord,
+    report: MatrixReport,
+    findings: Sequence[Finding],
+    *,
+    dropped: Sequence[str] = (),
     was_retested: bool = False,
-) -> FabricReport:  # fmt: skip
+) -> FabricReport:
     return FabricReport(
-        environment=record.environment, hosts=record.hosts, usual_bit_per_s=report.usual_bit_per_s,
-        sending=report.sending, receiving=report.receiving, findings=tuple(findings),
-        cannot_tell=report.cannot_tell if findings else (), dropped=tuple(dropped), was_retested=was_retested,
-    )  # fmt: skip
+        environment=record.environment,
+        hosts=record.hosts,
+        usual_bit_per_s=report.usual_bit_per_s,
+        sending=report.sending,
+        receiving=report.receiving,
+        findings=tuple(findings),
+        cannot_tell=report.cannot_tell if findings else (),
+        dropped=tuple(dropped),
+        was_retested=was_retested,
+    )
 
 
 def report_of(record: LinksRecord, racks: Mapping[str, str] | None = None) -> FabricReport:

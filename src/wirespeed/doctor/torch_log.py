@@ -16,10 +16,20 @@ from wirespeed.doctor.log_prefix import find_process, find_rank, find_time_s
 from wirespeed.doctor.nccl_failures import Failure, parse_failure
 
 TRIGGERS = (
-    b"Watchdog caught", b"last enqueued NCCL", b"ut of memory", b"SIGKILL", b"exitcode", b"Last error:",
-    b"illegal memory access", b"Segmentation fault", b"Bus error", b"DUE TO ", b"Traceback (most", b"gloo/transport",
+    b"Watchdog caught",
+    b"last enqueued NCCL",
+    b"ut of memory",
+    b"SIGKILL",
+    b"exitcode",
+    b"Last error:",
+    b"illegal memory access",
+    b"Segmentation fault",
+    b"Bus error",
+    b"DUE TO ",
+    b"Traceback (most",
+    b"gloo/transport",
     b"ECC error",
-)  # fmt: skip
+)
 """A line of these is looked at; one that holds none of them costs nothing but the search."""
 
 _TIMEOUT = re.compile(
@@ -32,9 +42,19 @@ _EXIT = re.compile(rb"exitcode\s*:?\s*(-?\d{1,18})|Signal (\d{1,18}) \(SIG\w+\) 
 _ERROR_LINE = re.compile(
     rb"^[\w\[\]:\s.,\-<>|]{0,60}?\b((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt))\b(?:: (.*))?"
 )
-_NETWORK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "ConnectionResetError",
-                   "BrokenPipeError", "ChildFailedError", "RendezvousTimeoutError", "RendezvousConnectionError",
-                   "KeyboardInterrupt", "SignalException")  # fmt: skip
+_NETWORK_ERRORS = (
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionError",
+    "ConnectionResetError",
+    "BrokenPipeError",
+    "ChildFailedError",
+    "RendezvousTimeoutError",
+    "RendezvousConnectionError",
+    "KeyboardInterrupt",
+    "SignalException",
+)
 _GLOO = re.compile(
     rb"gloo/transport/\S+\] ?(?:.*?)(Connection closed by peer \[?([^\]\s]*)|Timed out waiting \d+ms|"
     rb"Connection re(?:set|fused)[^\n]*|connect \[?([^\]\s]*)\]?[^\n]*: ([A-Z][\w ]+))"
@@ -78,11 +98,15 @@ class TorchReader:
             if len(self.timeouts) < MAX_KEPT:
                 self.timeouts.append(
                     WatchdogTimeout(
-                        rank=rank, sequence=int(found[1]), operation=found[2].decode(errors="replace"),
+                        rank=rank,
+                        sequence=int(found[1]),
+                        operation=found[2].decode(errors="replace"),
                         num_elements=None if found[3] is None else int(found[3]),
-                        where=f"{source}:{number}", text=shown(line), time_s=find_time_s(line),
+                        where=f"{source}:{number}",
+                        text=shown(line),
+                        time_s=find_time_s(line),
                     )
-                )  # fmt: skip
+                )
         elif (found := _PROGRESS.search(line)) is not None:
             if rank is not None and (rank in self.progress or len(self.progress) < 100_000):
                 self.progress[rank] = WorkProgress(
@@ -94,9 +118,13 @@ class TorchReader:
             read = parse_failure(words)
             if read is not None and read.kind != "unhandled":
                 self._keep(
-                    read.kind, (source, number, line + b" " + words), rank, is_primary=read.is_primary, detail=read.detail,
+                    read.kind,
+                    (source, number, line + b" " + words),
+                    rank,
+                    is_primary=read.is_primary,
+                    detail=read.detail,
                     code=read.code,
-                )  # fmt: skip
+                )
         elif b"gloo/transport" in line and (found := _GLOO.search(line)) is not None:
             is_primary = not any(words in found[1] for words in (b"onnection closed", b"reset", b"Timed out"))
             detail = found[1].decode(errors="replace")[:120]
@@ -148,15 +176,25 @@ class TorchReader:
             else:
                 time_s = find_time_s(text)
                 self._keep(
-                    "program", (source, where, text), rank, detail=shown(text),
+                    "program",
+                    (source, where, text),
+                    rank,
+                    detail=shown(text),
                     time_s=find_time_s(line) if time_s is None else time_s,
-                )  # fmt: skip
+                )
             return
 
     def _keep(
-        self, kind: str, place: tuple[str, int, bytes], rank: int | None, *, is_primary: bool = True, detail: str,
-        code: int | None = None, time_s: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        place: tuple[str, int, bytes],
+        rank: int | None,
+        *,
+        is_primary: bool = True,
+        detail: str,
+        code: int | None = None,
+        time_s: float | None = None,
+    ) -> None:
         source, number, line = place
         process = find_process(line)
         host = "" if process is None else process.host
@@ -166,9 +204,16 @@ class TorchReader:
             self.failures[key] = msgspec.structs.replace(known, count=known.count + 1)
         elif len(self.failures) < MAX_KEPT:
             self.failures[key] = Failure(
-                kind=kind, is_primary=is_primary, where=f"{source}:{number}", text=shown(line), host=host, rank=rank,
-                time_s=find_time_s(line) if time_s is None else time_s, detail=detail[:300], code=code,
-            )  # fmt: skip
+                kind=kind,
+                is_primary=is_primary,
+                where=f"{source}:{number}",
+                text=shown(line),
+                host=host,
+                rank=rank,
+                time_s=find_time_s(line) if time_s is None else time_s,
+                detail=detail[:300],
+                code=code,
+            )
 
     @property
     def laggards(self) -> tuple[WorkProgress, ...]:
