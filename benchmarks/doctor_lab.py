@@ -43,7 +43,7 @@ full, slow = (int(text) // 8 for text in sys.argv[1:3])
 target = sys.argv[3]
 with IPRoute() as netlink:
     device = netlink.link_lookup(ifname="eth0")[0]
-    netlink.tc("del", "tbf", device, 0x10000)
+    netlink.tc("del", index=device, handle=0x10000, parent=0xFFFFFFFF)
     netlink.tc("add", "htb", device, 0x10000, default=0x10)
     for handle, rate in ((0x10010, full), (0x10020, slow)):
         netlink.tc("add-class", "htb", device, handle, parent=0x10000, rate=rate, ceil=rate,

@@ -233,10 +233,10 @@ def _show_fabric(report: FabricReport) -> None:
                 console.print(f"       $ {command}", markup=False)
     if not report.findings:
         console.print("no host, link or uplink stands out", markup=False)
-    for line in report.cannot_tell:
-        console.print(f"cannot tell: {line}", markup=False)
-    for line in report.dropped:
-        say(f"dropped: {line}")
+    for what in report.cannot_tell:
+        console.print(f"cannot tell: {what}", markup=False)
+    for what in report.dropped:
+        say(f"dropped: {what}")
     if report.findings and not report.was_retested:
         say("note: from one measurement; run it without a file to have suspects measured again")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from typing import Any
 
 from wirespeed.doctor.causes import Cause, make_cause
 from wirespeed.doctor.check import Evidence
@@ -97,7 +98,7 @@ def completion_cause(failure: Failure, job: JobFacts) -> Cause:
     code = failure.code if failure.code is not None else -1
     evidence = evidence_of([failure])
     words = COMPLETION_WORDS.get(code, "a completion error")
-    common = {
+    common: dict[str, Any] = {
         "kind": "failure",
         "weight": 0.85,
         "severity": "critical",
@@ -171,7 +172,7 @@ def _late_loss(failure: Failure, job: JobFacts, words: str) -> Cause:
     flaps = [event for event in job.kernel if event.kind == "carrier"]
     evidence = (*evidence_of([failure]), *(Evidence(where=e.where, seen=e.text) for e in flaps[:2]))
     after = "" if failure.age_s is None else f" {failure.age_s / 60:.0f} minutes into the job"
-    common = {
+    common: dict[str, Any] = {
         "kind": "failure",
         "weight": 0.8,
         "severity": "critical",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from wirespeed.doctor.causes import Cause, make_cause, names
 from wirespeed.doctor.check import Evidence
@@ -105,7 +106,7 @@ def _fell_back(job: JobFacts) -> Iterator[Cause]:
     evidence = nccl.lines("network Socket", "via NET", "sockets")
     off = [value for value in _values(nccl, "NCCL_IB_DISABLE") if value.strip() not in ("0", "")]
     forced = [value for value in _values(nccl, "NCCL_NET") if value.lower() in ("socket", "tcp")]
-    common = {"kind": "transport", "subject": "transport", "path": "rdma"}
+    common: dict[str, Any] = {"kind": "transport", "subject": "transport", "path": "rdma"}
     if off or forced:
         name = "NCCL_IB_DISABLE" if off else "NCCL_NET"
         value = off[0] if off else forced[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,7 +16,7 @@ from wirespeed.doctor import flight_recorder, iperf, nccl_tests, perftest
 from wirespeed.doctor.flight_recorder import Desync, RankTrace, find_desync
 from wirespeed.doctor.kernel_log import HEADS, KernelEvent, KernelReader
 from wirespeed.doctor.kernel_log import TRIGGERS as KERNEL_TRIGGERS
-from wirespeed.doctor.log_lines import HEAD_BYTES, Block, LogFile
+from wirespeed.doctor.log_lines import HEAD_BYTES, LogFile
 from wirespeed.doctor.log_prefix import find_time_s
 from wirespeed.doctor.measurements import Measurement
 from wirespeed.doctor.nccl_facts import NcclFacts
@@ -54,6 +54,15 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     has_job_log: bool = False
     """Some text file was read that holds lines of NCCL or torch."""
+
+
+class _Rest(NamedTuple):
+    """The lines of a block that no rank of NCCL wrote, one by one and joined, with their numbers."""
+
+    source: str
+    numbers: Sequence[int]
+    lines: Sequence[bytes]
+    data: bytes
 
 
 class Scan:
@@ -112,16 +121,22 @@ class Scan:
                 was_timed = True
                 self._nccl.start(file.name, _first_time_s(data[:HEAD_BYTES]))
             is_kernel = is_kernel or HEADS.search(data[:HEAD_BYTES]) is not None
+            numbers: Sequence[int]
             if b"NCCL " in data:
-                self._nccl.take_block(block)
-            self._read_triggered(block, TORCH_TRIGGERS, self._take_torch)
+                numbers, lines = self._nccl.take_block(block)
+                data = b"\n".join(lines)
+            else:
+                lines = data.split(b"\n")
+                numbers = range(block.first_line, block.first_line + len(lines))
+            rest = _Rest(file.name, numbers, lines, data)
+            self._read_triggered(rest, TORCH_TRIGGERS, self._take_torch)
             if is_kernel:
-                self._read_triggered(block, KERNEL_TRIGGERS, self._take_kernel)
+                self._read_triggered(rest, KERNEL_TRIGGERS, self._take_kernel)
             for index, (starts, make) in enumerate(_TABLES):
                 if index not in tables and any(start in data for start in starts):
                     tables[index] = make(file.name)
             if tables:
-                for number, line in enumerate(data.split(b"\n"), block.first_line):
+                for number, line in zip(numbers, lines, strict=True):
                     for reader in tables.values():
                         reader.take(number, line[:MAX_LINE_BYTES])
         for reader in tables.values():
@@ -129,9 +144,9 @@ class Scan:
             self._measurements += reader.found
 
     def _read_triggered(
-        self, block: Block, triggers: Sequence[bytes], take: Callable[[str, int, bytes, bytes], None]
+        self, rest: _Rest, triggers: Sequence[bytes], take: Callable[[str, int, bytes, bytes], None]
     ) -> None:
-        data = block.data
+        data = rest.data
         starts: set[int] = set()
         for trigger in triggers:
             at = data.find(trigger)
@@ -139,13 +154,13 @@ class Scan:
                 end = data.find(b"\n", at)
                 starts.add(max(data.rfind(b"\n", 0, at) + 1, at - MAX_LINE_BYTES))
                 at = -1 if end < 0 else data.find(trigger, end)
-        number, counted = block.first_line, 0
+        index, counted = 0, 0
         for start in sorted(starts):
-            number += data.count(b"\n", counted, start)
+            index += data.count(b"\n", counted, start)
             counted = start
             end = data.find(b"\n", start, start + 2 * MAX_LINE_BYTES)
             end = min(len(data), start + 2 * MAX_LINE_BYTES) if end < 0 else end
-            take(block.source, number, data[start:end], data[end + 1 : end + FOLLOWING_BYTES])
+            take(rest.source, rest.numbers[index], data[start:end], data[end + 1 : end + FOLLOWING_BYTES])
 
     def _take_torch(self, source: str, number: int, line: bytes, following: bytes) -> None:
         self._torch.take(source, number, line, following)

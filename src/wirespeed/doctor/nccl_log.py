@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
@@ -21,6 +22,8 @@ from wirespeed.doctor.nccl_setup import Place, SetupReader
 
 MAX_SEEN = 20_000
 """Distinct (host, message) pairs, and as many paths, that are remembered."""
+MANY_CHANNEL_LINES = 512
+"""After as many lines of one host and path no new channel number is expected."""
 MAX_HEAD_BYTES = 256
 MAX_LINE_BYTES = 16 * 1024
 """Of a longer line, what is around its first message is read."""
@@ -35,6 +38,16 @@ _COLLECTIVES = frozenset((b"AllR", b"AllG", b"Redu", b"Broa", b"Send", b"Recv", 
 _UNKNOWN = Process("", 0, None)
 
 
+class _HostLines:
+    """What one host has said already: how often each path, and which messages."""
+
+    __slots__ = ("seen", "vias")
+
+    def __init__(self) -> None:
+        self.vias: dict[bytes, int] = {}
+        self.seen: set[bytes] = set()
+
+
 class NcclReader:
     """Takes lines that hold ``NCCL``, gives facts."""
 
@@ -45,33 +58,38 @@ class NcclReader:
         self._setup = SetupReader()
         self._process_of: dict[tuple[bytes, ...], Process] = {}
         self._processes: set[Process] = set()
-        self._host_of: dict[bytes, str] = {}
-        self._seen: set[tuple[str, bytes]] = set()
-        self._vias: Counter[tuple[str, bytes]] = Counter()
+        self._by_head: dict[bytes, _HostLines] = {}
+        self._by_host: dict[str, _HostLines] = {}
+        self._num_seen = 0
+        self._num_messages = 0
         self._numbers: set[bytes] = set()
         self._start_s: dict[str, float] = {}
 
-    def take_block(self, block: Block) -> None:
-        """All lines of a block.
+    def take_block(self, block: Block) -> tuple[Sequence[int], Sequence[bytes]]:  # noqa: PLR0912 - the dense path
+        """All lines of a block. Gives the numbers and texts of those that no rank wrote at INFO: other readers' lines.
 
         The dense path: a log of many ranks is mostly channel lines, a million of each kind, so what is known already is
         counted here without a call. Everything else goes to ``take``.
         """
         number, last_channel, num_fast = block.first_line - 1, 0, 0
-        vias, host_of, seen, numbers = self._vias, self._host_of, self._seen, self._numbers
+        by_head, numbers = self._by_head, self._numbers
+        other_numbers: list[int] = []
+        others: list[bytes] = []
         for line in block.data.split(b"\n"):
             number += 1
             head, mark, message = line.partition(_INFO_MARK)
             if mark:
-                host = host_of.get(head)
-                if host is None:
-                    host = self._host(head)
+                known = by_head.get(head)
+                if known is None:
+                    known = self._known(head)
                 key = message[:4]
                 if key in _CHANNELS:
                     channel, arrow, via = message.partition(b" via ")
-                    if arrow and (host, via) in vias:
-                        vias[host, via] += 1
-                        numbers.add(channel[:11])
+                    count = known.vias.get(via) if arrow else None
+                    if count is not None:
+                        known.vias[via] = count + 1
+                        if count < MANY_CHANNEL_LINES:
+                            numbers.add(channel[:11])
                         last_channel = number
                         num_fast += 1
                         continue
@@ -79,11 +97,14 @@ class NcclReader:
                     if b"Algo " not in message:
                         num_fast += 1
                         continue
-                elif (host, message) in seen:
+                elif message in known.seen:
                     num_fast += 1
                     continue
-            elif _MARK not in line:
-                continue
+            else:
+                other_numbers.append(number)
+                others.append(line)
+                if _MARK not in line:
+                    continue
             if len(line) > MAX_LINE_BYTES:
                 at = line.find(_MARK)
                 line = line[max(0, at - 512) : at + MAX_LINE_BYTES]  # noqa: PLW2901 - the part of it that matters
@@ -91,6 +112,7 @@ class NcclReader:
         self._num_lines += num_fast
         if last_channel:
             self._setup.setup_end[block.source] = last_channel
+        return other_numbers, others
 
     def take(self, place: Place) -> None:
         """One line that holds ``NCCL ``; several ranks may have written into it."""
@@ -114,33 +136,35 @@ class NcclReader:
     def _take_channel(self, place: Place, head: bytes, channel: bytes, via: bytes) -> None:
         if formats.CHANNEL.search(channel + b" via ") is None:
             return
-        key = (self._process(head).host, via)
-        self._vias[key] += 1
+        known = self._of_host(self._process(head).host)
         self._numbers.add(channel[:11])
         self._setup.setup_end[place.source] = place.number
-        if self._vias[key] == 1:
+        count = known.vias.get(via)
+        if count is None:
             self._setup.first("via " + formats.parse_via(via).kind, place)
-            if len(self._vias) > MAX_SEEN:
-                self._fold_vias()
+            self._num_seen += 1
+            if self._num_seen > MAX_SEEN:
+                # Only rubbish has this many distinct paths: what is known goes on being counted, the rest is not.
+                self._note("more paths of channels than can be kept apart: some are not counted")
+                return
+        known.vias[via] = 1 if count is None else count + 1
 
-    def _host(self, head: bytes) -> str:
-        """The host of what stands before a message; heads without a time come again and are remembered."""
-        host = self._process(head.rstrip() + b" ").host
+    def _known(self, head: bytes) -> _HostLines:
+        """What is known of the host that a head names; heads without a time come again and are remembered."""
+        known = self._of_host(self._process(head).host)
         if len(head) < MAX_HEAD_BYTES:
-            if len(self._host_of) >= MAX_SEEN:
-                self._host_of.clear()
-            self._host_of[head] = host
-        return host
+            if len(self._by_head) >= MAX_SEEN:
+                self._by_head.clear()
+            self._by_head[head] = known
+        return known
 
-    def _fold_vias(self) -> None:
-        """Forget which host used which path, keep how many did: only rubbish has this many distinct paths."""
-        folded: Counter[tuple[str, bytes]] = Counter()
-        for (host, text), count in self._vias.items():
-            found = formats.NET_VIA.match(text)
-            folded[host if len(folded) < MAX_SEEN // 4 else "", text[:4] if found is None else found[0]] += count
-        # Whatever is still distinct beyond this was no path.
-        self._vias = Counter(dict(folded.most_common(MAX_SEEN // 2)))
-        self._note("more paths of channels than could be kept apart: some are counted together")
+    def _of_host(self, host: str) -> _HostLines:
+        known = self._by_host.get(host)
+        if known is None:
+            known = _HostLines()
+            if len(self._by_host) < MAX_SEEN:
+                self._by_host[host] = known
+        return known
 
     def _process(self, head: bytes) -> Process:
         key = tuple(head.rsplit(None, 2)[-2:])
@@ -156,16 +180,19 @@ class NcclReader:
 
     def _take_info(self, place: Place, head: bytes, message: bytes, *, is_alone: bool) -> None:
         process = self._process(head)
-        key = (process.host, message)
-        if key in self._seen:
+        seen = self._of_host(process.host).seen
+        if message in seen:
             return
         is_setup = self._setup.take(process, message, place)
         if not is_setup and LIKELY.search(message) is not None and self._take_failure(place, head, message, process):
             return
         if is_alone and len(message) < MAX_HEAD_BYTES * 8:
-            if len(self._seen) >= MAX_SEEN:
-                self._seen.clear()
-            self._seen.add(key)
+            if self._num_messages >= MAX_SEEN:
+                for known in self._by_host.values():
+                    known.seen.clear()
+                self._num_messages = 0
+            self._num_messages += 1
+            seen.add(message)
 
     def _take_warning(self, place: Place, head: bytes, message: bytes) -> None:
         process = self._process(head)
@@ -219,8 +246,9 @@ class NcclReader:
     def facts(self) -> NcclFacts:
         """What has been read so far."""
         vias: Counter[tuple[str, formats.Via]] = Counter()
-        for (host, text), count in self._vias.items():
-            vias[host, formats.parse_via(text)] += count
+        for host, known in self._by_host.items():
+            for text, count in known.vias.items():
+                vias[host, formats.parse_via(text)] += count
         numbers = {int(found[1]) for found in map(_NUMBER.match, self._numbers) if found is not None}
         return NcclFacts(
             num_lines=self._num_lines,
