@@ -156,7 +156,7 @@ def test_a_retest_keeps_what_is_slow_again_and_drops_what_is_not() -> None:
     matrix = matrix_of(record)
     report = find_outliers(record)
     table = suspects(report, matrix)
-    assert [pair for pairs in table for pair in pairs][-1] == (5, 6)
+    assert len(table) == 9  # three suspects (two partners of h2, one path), three times
     assert all(len(pairs) == 1 for pairs in table)
     again = record_of(8, lambda a, b, way: 0.6 * GBIT if 2 in (a, b) else GBIT, table=table)
     kept, dropped = confirm(report, again)

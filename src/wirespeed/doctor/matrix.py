@@ -116,7 +116,8 @@ def judge(matrix: Matrix) -> MatrixReport:
         findings.append(_group_finding(group, share, usual))
     else:
         findings += [_slow_host(h, sending[h], receiving[h], limit, share, usual) for h in slow]
-    uplinks = _slow_uplinks(matrix, share, sending, receiving, usual)
+    steady = {cell: value for cell, value in share.items() if not set(cell) & set(unsteady)}
+    uplinks = _slow_uplinks(matrix, steady, sending, receiving, usual)
     findings += uplinks
     if not uplinks and not group:
         findings += _slow_links(matrix, share, sending, receiving, unsteady, usual)
