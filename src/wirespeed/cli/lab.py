@@ -104,7 +104,7 @@ def _lab_for(name: str | None, spec: str | None) -> Lab:
 
 @app.command(name="exec", context_settings=_COMMAND)
 def execute(
-    host: Annotated[str, typer.Argument(help="The host: h0, h1 ...")],
+    host: Annotated[str, typer.Argument(help="The host: h0, h1 ...; or rack0 ... for its uplink.")],
     command: Command,
     name: NameOption = None,
 ) -> None:
@@ -156,7 +156,7 @@ def status(
 
 @app.command()
 def fault(
-    host: Annotated[str, typer.Argument(help="The host: h0, h1 ...")],
+    host: Annotated[str, typer.Argument(help="The host: h0, h1 ...; or rack0 ... for its uplink.")],
     kind: Annotated[str, typer.Argument(help="down, up, rate RATE, partition OTHER or heal.")],
     value: Annotated[str | None, typer.Argument(help="The rate, or the other host.")] = None,
     name: NameOption = None,

@@ -190,7 +190,7 @@ class Lab:
         """Break or mend a host's link.
 
         ``down``, ``up``, ``rate``, ``partition`` (from ``other``), or ``heal``, which undoes all that was
-        done to it.
+        done to it. A rack's shaped uplink (``rack0``) knows ``rate`` and ``heal``.
         """
         self._ask(control.Request(op="fault", host=host, kind=kind, rate_bit_per_s=rate_bit_per_s, other=other))
 

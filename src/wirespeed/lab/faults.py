@@ -25,7 +25,13 @@ class Faults:
         return link
 
     def apply(self, host: str, kind: FaultKind, rate_bit_per_s: float | None, other: str | None) -> None:
-        """Apply one fault. ``up`` undoes ``down``; ``heal`` undoes everything that was done to the host."""
+        """Apply one fault. ``up`` undoes ``down``; ``heal`` undoes everything that was done to the host.
+
+        ``host`` may be a rack (``rack0``) whose uplink is shaped: for it ``rate`` and ``heal`` are known.
+        """
+        if self._wiring.has_uplink(host):
+            self._apply_to_uplink(host, kind, rate_bit_per_s)
+            return
         self.link(host)
         if (kind == "rate") != (rate_bit_per_s is not None):
             raise UsageError(f"got fault {kind!r} and rate {rate_bit_per_s}", expected="a rate with `rate` only")
@@ -46,6 +52,14 @@ class Faults:
             self._partitions.add(frozenset((host, other)))
         else:
             self._heal(host)
+
+    def _apply_to_uplink(self, rack: str, kind: FaultKind, rate_bit_per_s: float | None) -> None:
+        full = self._wiring.spec.uplink_bit_per_s
+        if kind not in ("rate", "heal") or (kind == "rate") != (rate_bit_per_s is not None) or full is None:
+            raise UsageError(f"got fault {kind!r} for the uplink of {rack}", expected="rate RATE or heal")
+        if rate_bit_per_s is not None:
+            layout.check_rate("rate", rate_bit_per_s)
+        self._wiring.set_uplink_rate(rack, full if rate_bit_per_s is None else rate_bit_per_s)
 
     def _set_link(self, host: str, *, up: bool) -> None:
         self._wiring.set_link(host, up=up)

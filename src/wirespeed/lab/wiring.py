@@ -50,6 +50,7 @@ class Wiring:
         self.uses_line = False
         self.notes: list[str] = []
         self._shapes: dict[int, shaping.Shape] = {}
+        self._uplinks: dict[str, list[int]] = {}
         self._net = namespaces.open_own("net")
         self._mnt = namespaces.open_own("mnt")
         self._uts = namespaces.open_own("uts")
@@ -83,6 +84,7 @@ class Wiring:
             for name, master in ((f"up{rack}", bridge), (f"down{rack}", spine)):
                 device = _index(netlink, name)
                 netlink.link("set", index=device, master=master, **_UP)
+                self._uplinks.setdefault(f"rack{rack}", []).append(device)
                 if self.spec.uplink_bit_per_s is not None:
                     self._shape(netlink, device, self.spec.uplink_bit_per_s)
         return racks
@@ -169,6 +171,18 @@ class Wiring:
         with namespaces.inside(link.net, self._net), _netlink() as inner:
             shaping.set_rate(inner, link.device, shape, change=True)
             shaping.check_rates(inner, {link.device: shape})
+
+    def has_uplink(self, rack: str) -> bool:
+        """Whether ``rack`` (``rack0`` ...) has an uplink that is shaped, so that its rate can be changed."""
+        return rack in self._uplinks and self.spec.uplink_bit_per_s is not None
+
+    def set_uplink_rate(self, rack: str, rate_bit_per_s: float) -> None:
+        """Change a rack's uplink in both directions, and read it back."""
+        shape = shaping.shape_of(rate_bit_per_s)
+        with _netlink() as netlink:
+            for device in self._uplinks[rack]:
+                shaping.set_rate(netlink, device, shape, change=True)
+            shaping.check_rates(netlink, dict.fromkeys(self._uplinks[rack], shape))
 
     def read_rates(self) -> dict[str, tuple[float | None, float | None]]:
         """What the kernel says, by host: bit/s from the host and to the host."""

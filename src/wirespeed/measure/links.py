@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
+import msgspec
+
 from wirespeed.errors import PeerFailure, UsageError, WirespeedError
 from wirespeed.launch import Ranks
 from wirespeed.measure.clock import Deadline
@@ -30,6 +32,8 @@ from wirespeed.measure.transfers import DRAIN_S, MAX_STREAMS, NONCE_BYTES, PING_
 from wirespeed.records import LinkSample, LinksRecord
 
 _Kind = TypeVar("_Kind", bound=Message)
+Schedule = Sequence[Sequence[tuple[int, int]]]
+"""Rounds of disjoint pairs of hosts, by number."""
 
 NUM_PINGS = 500
 WARMUP_S = 0.2
@@ -65,8 +69,14 @@ def measure_links(
     timeout_s: float = 15.0,
     join_timeout_s: float = 60.0,
     progress: Callable[[str], None] | None = None,
+    schedule: Callable[[int], Schedule] | None = None,
+    follow_up: Callable[[LinksRecord], Schedule] | None = None,
 ) -> LinksRecord | None:
     """Measure all pairs; every rank calls this. Returns the record on rank 0 and None elsewhere.
+
+    ``schedule`` makes the rounds for a number of hosts (None: ``rounds``, all pairs). ``follow_up`` is given the record
+    and asks for more rounds, then is given the record of those alone, until it asks for none; what is returned is the
+    first record.
 
     Per pair and direction and number of ``streams`` one transfer of ``duration_s`` is cut into ``windows``, each a
     sample. ``timeout_s`` bounds every wait for a host beyond the time its work takes, ``join_timeout_s`` the wait for
@@ -100,7 +110,10 @@ def measure_links(
         )
         own.start()
         with _admitted(server, ranks.world_size, Deadline(join_timeout_s, "joining")) as hellos:
-            record = _coordinate(hellos, plan, SocketOptions() if options is None else options, progress)
+            record = _coordinate(
+                hellos, plan, SocketOptions() if options is None else options, progress,
+                rounds if schedule is None else schedule, follow_up,
+            )  # fmt: skip
     own.join(timeout_s)
     return record
 
@@ -110,7 +123,7 @@ def control_port(ranks: Ranks) -> int:
     return ranks.master_port + (1 if "TORCHELASTIC_RUN_ID" in os.environ else 0)
 
 
-def rounds(num_hosts: int) -> list[list[tuple[int, int]]]:
+def rounds(num_hosts: int) -> Schedule:
     """A 1-factorisation of the complete graph by the circle method: disjoint pairs per round, every pair once."""
     seats: list[int | None] = [*range(num_hosts), *([None] if num_hosts % 2 else [])]
     count = len(seats)
@@ -139,8 +152,13 @@ def _admitted(server: socket.socket, num_ranks: int, deadline: Deadline) -> Iter
             channel.close()
 
 
-def _coordinate(
-    hellos: dict[Channel, Hello], plan: _Plan, options: SocketOptions, progress: Callable[[str], None] | None
+def _coordinate(  # noqa: PLR0917 - one caller
+    hellos: dict[Channel, Hello],
+    plan: _Plan,
+    options: SocketOptions,
+    progress: Callable[[str], None] | None,
+    schedule: Callable[[int], Schedule],
+    follow_up: Callable[[LinksRecord], Schedule] | None,
 ) -> LinksRecord:
     by_rank = sorted(hellos.items(), key=lambda item: item[1].rank)
     for channel, hello in by_rank:
@@ -159,21 +177,26 @@ def _coordinate(
     answers = receive_from_all([channel for channel, _ in members], Deadline(plan.timeout_s, "opening a listener"))
     places = _expect(Listening, answers)
     hosts = [_Host(name=name, channel=channel, place=places[channel]) for channel, name in members]
+    record = first = _measure_rounds(hosts, schedule(len(hosts)), plan, progress)
+    while follow_up is not None and (table := follow_up(record)):
+        record = _measure_rounds(hosts, table, plan, progress)
+    for host in hosts:
+        host.channel.send(Finish())
+    return msgspec.structs.replace(first, socket_options=_joined_options(hosts))
+
+
+def _measure_rounds(
+    hosts: Sequence[_Host], table: Schedule, plan: _Plan, progress: Callable[[str], None] | None
+) -> LinksRecord:
     samples: list[LinkSample] = []
-    table = rounds(len(hosts))
     for number, pairs in enumerate(table, start=1):
         if progress is not None:
             progress(f"round {number} of {len(table)}: {len(pairs)} pair{'s' if len(pairs) > 1 else ''} at once")
         samples.extend(_measure_round([(hosts[a], hosts[b]) for a, b in pairs], plan))
-    for host in hosts:
-        host.channel.send(Finish())
-    order = {name: place for place, name in enumerate(names)}
+    order = {host.name: place for place, host in enumerate(hosts)}
     samples.sort(key=lambda s: (order[s.source], order[s.target], s.is_bidirectional, s.streams))
     return LinksRecord(
-        environment=capture(),
-        hosts=tuple(names),
-        samples=tuple(samples),
-        socket_options=_joined_options(hosts),
+        environment=capture(), hosts=tuple(host.name for host in hosts), samples=tuple(samples), socket_options={}
     )
 
 

@@ -1,0 +1,180 @@
+"""Whether `wirespeed doctor fabric` names what is wrong in a lab, and nothing where nothing is wrong.
+
+Each run builds a lab of 8 hosts at 200 Mbit/s, breaks one thing (another host each time), and runs the command as users
+do; right is the finding of the right kind with the right subject and no other. Racks hold two hosts each with an uplink
+of 400 Mbit/s, so that nothing is oversubscribed until an uplink is halved. A path of one pair is slowed by an htb class
+for the destination; the flapping link goes down for 150 ms every 0.7 s.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from _harness import Bar, arguments, finish
+from wirespeed.cli import render
+from wirespeed.lab import Lab, LabSpec
+from wirespeed.lab.layout import host_address
+from wirespeed.lab.shaping import shape_of
+
+RATE = 200e6
+HOSTS, RACKS = 8, 4
+RACK_LIST = ";".join(f"h{2 * rack},h{2 * rack + 1}" for rack in range(RACKS))
+
+_SLOW_SEND = """
+import sys
+from pyroute2 import IPRoute
+rate, burst, limit, gso = map(int, sys.argv[1:5])
+with IPRoute() as netlink:
+    device = netlink.link_lookup(ifname="eth0")[0]
+    netlink.tc("change", "tbf", device, 0x10000, rate=rate, burst=burst, limit=limit)
+    netlink.link("set", index=device, gso_max_size=gso)
+"""
+
+_SLOW_PATH = """
+import sys
+from pyroute2 import IPRoute
+full, slow = (int(text) // 8 for text in sys.argv[1:3])
+target = sys.argv[3]
+with IPRoute() as netlink:
+    device = netlink.link_lookup(ifname="eth0")[0]
+    netlink.tc("del", index=device, handle=0x10000, parent=0xFFFFFFFF)
+    netlink.tc("add", "htb", device, 0x10000, default=0x10)
+    for handle, rate in ((0x10010, full), (0x10020, slow)):
+        netlink.tc("add-class", "htb", device, handle, parent=0x10000, rate=rate, ceil=rate,
+                   burst=max(16384, rate // 2000), cburst=max(16384, rate // 2000))
+    number = int.from_bytes(bytes(map(int, target.split("."))), "big")
+    netlink.tc("add-filter", "u32", device, parent=0x10000, prio=1, protocol=0x0800, target=0x10020,
+               keys=[f"{number:#x}/0xffffffff+16"])
+"""
+
+
+def python(lab: Lab, host: str, code: str, *words: object) -> None:
+    """Run some Python in a host."""
+    result = lab.exec(host, [sys.executable, "-c", code, *map(str, words)], timeout_s=30)
+    if result.returncode != 0:
+        raise RuntimeError(f"{host}: {result.stderr[-400:]}")
+
+
+def healthy(lab: Lab, source: random.Random) -> tuple[tuple[str, str] | None, AbstractContextManager[Any]]:
+    """Nothing is wrong."""
+    return None, nullcontext()
+
+
+def slow_host(lab: Lab, source: random.Random) -> tuple[tuple[str, str], AbstractContextManager[Any]]:
+    """60 % both ways."""
+    host = f"h{source.randrange(HOSTS)}"
+    lab.fault(host, "rate", rate_bit_per_s=0.6 * RATE)
+    return ("link.slow-host", host), nullcontext()
+
+
+def slow_direction(lab: Lab, source: random.Random) -> tuple[tuple[str, str], AbstractContextManager[Any]]:
+    """60 % sending only."""
+    host = f"h{source.randrange(HOSTS)}"
+    shape = shape_of(0.6 * RATE)
+    python(lab, host, _SLOW_SEND, shape.rate_bytes_per_s, shape.burst_bytes, shape.queue_bytes, shape.segment_bytes)
+    return ("link.slow-tx", host), nullcontext()
+
+
+def slow_path(lab: Lab, source: random.Random) -> tuple[tuple[str, str], AbstractContextManager[Any]]:
+    """One pair at 60 %, one way."""
+    one, other = source.sample(range(HOSTS), 2)
+    python(lab, f"h{one}", _SLOW_PATH, int(RATE), int(0.6 * RATE), host_address(other))
+    return ("link.slow-path", f"h{one} -> h{other}"), nullcontext()
+
+
+def slow_uplink(lab: Lab, source: random.Random) -> tuple[tuple[str, str], AbstractContextManager[Any]]:
+    """A rack's uplink at half."""
+    rack = source.randrange(RACKS)
+    lab.fault(f"rack{rack}", "rate", rate_bit_per_s=RATE)
+    return ("link.slow-uplink", f"r{rack}"), nullcontext()
+
+
+def flapping(lab: Lab, source: random.Random) -> tuple[tuple[str, str], AbstractContextManager[Any]]:
+    """A link that goes down for 150 ms every 0.7 s."""
+    host = f"h{source.randrange(1, HOSTS)}"  # h0 keeps the measurement's own control connections
+
+    @contextmanager
+    def flaps() -> Any:
+        done = threading.Event()
+
+        def work() -> None:
+            while not done.wait(0.55):
+                lab.fault(host, "down")
+                done.wait(0.15)
+                lab.fault(host, "up")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    return ("link.flapping", host), flaps()
+
+
+Break = Callable[[Lab, random.Random], tuple[tuple[str, str] | None, AbstractContextManager[Any]]]
+KINDS: dict[str, Break] = {
+    "host at 60 %": slow_host,
+    "one direction at 60 %": slow_direction,
+    "one path at 60 %": slow_path,
+    "rack uplink halved": slow_uplink,
+    "flapping link": flapping,
+    "healthy": healthy,
+}
+
+
+def run_once(kind: str, seed: int) -> tuple[bool, list[tuple[str, str]], tuple[str, str] | None, list[str]]:
+    """Whether it was named rightly, what was found, what was expected, and what was dropped after the retest."""
+    source = random.Random(f"{kind} {seed}")
+    with Lab(LabSpec(hosts=HOSTS, rate_bit_per_s=RATE, racks=RACKS, uplink_bit_per_s=2 * RATE)) as lab:
+        expected, during = KINDS[kind](lab, source)
+        out: list[str] = []
+        err: list[str] = []
+
+        def on_line(rank: int, stream: str, line: str) -> None:
+            (err if stream == "stderr" else out).append(line)
+
+        command = [
+            sys.executable, "-m", "wirespeed", "doctor", "fabric", "--racks", RACK_LIST, "--streams", "1",
+            "--duration", "400 ms", "--congestion", "cubic", "--json",
+        ]  # fmt: skip
+        with during:
+            result = lab.run(command, timeout_s=180, on_line=on_line)
+    if result.returncode not in (0, 1) or not out:
+        return False, [("failed", "\n".join(err)[-300:])], expected, []
+    report = json.loads("\n".join(out))
+    found = [(finding["id"], finding["subject"]) for finding in report["findings"]]
+    return found == ([] if expected is None else [expected]), found, expected, report["dropped"]
+
+
+def main() -> int:
+    """Run, show, check."""
+    options = arguments(__doc__ or "")
+    runs: dict[str, list[dict[str, Any]]] = {}
+    rows = []
+    bars = []
+    for kind in KINDS:
+        count = (1 if options.quick else 10) * (2 if kind == "healthy" else 1)
+        runs[kind] = []
+        for seed in range(count):
+            is_right, found, expected, dropped = run_once(kind, seed)
+            runs[kind].append({"is_right": is_right, "found": found, "expected": expected, "dropped": dropped})
+            if not is_right:
+                print(f"{kind}, run {seed}: expected {expected}, found {found}", file=sys.stderr)
+        right = sum(run["is_right"] for run in runs[kind])
+        rows.append([kind, f"{right} of {count}"])
+        bars.append(Bar(f"{kind}: named rightly (share)", right / count, 1.0))
+    render.show(render.make_table(["lab", "named rightly"], rows))
+    return finish("doctor_lab", bars, {"runs": runs}, check=options.check, is_quick=options.quick, out=options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

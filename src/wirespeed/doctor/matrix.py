@@ -1,0 +1,383 @@
+"""Slow hosts, links, racks and uplinks from link measurements, by the model rate = min(sender, path, receiver).
+
+A host's side is as fast as it was seen to be: the highest of the medians of its classes (partners in its rack, partners
+elsewhere), so a slow partner or a busy uplink does not make it suspect. A link is slow where it is slower than both its
+ends allow. Pairs of one round share uplinks; what racks carry together in a phase tells an uplink's capacity. Values
+are held against the fabric's own upper quartile, so one that is slow everywhere has no outlier: compare with the NIC's
+rate, or with earlier runs. With two hosts nothing can be told apart; what else cannot is said in ``cannot_tell``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median, median_high
+
+import msgspec
+
+from wirespeed.doctor.check import Evidence, Finding, Remedy
+from wirespeed.measure.links import Schedule, rounds
+from wirespeed.records import LinkSample, LinksRecord
+from wirespeed.units import format_percent, format_rate
+
+SLOW = 0.9
+"""Below this share of what is usual a cell or a host is suspect; goodput of a healthy link repeats within 3 %."""
+MIN_Z = 3.5
+"""Robust standard deviations below the median that an outlier must have besides (Iglewicz and Hoaglin)."""
+MIN_DEVIATION = 0.02
+"""Floor of the robust deviation: shaped links repeat so well that a loss of 1 % would else be an outlier."""
+UNSTEADY = 0.5
+"""A window below half of the transfer's best, in most cells of a host and few of others: its link comes and goes."""
+
+Cell = tuple[str, str]
+
+
+class Matrix(msgspec.Struct, frozen=True, kw_only=True):
+    """Goodput by source and target, each the median of a transfer's windows, and what the rounds were."""
+
+    hosts: tuple[str, ...]
+    bit_per_s: dict[Cell, float]
+    dips: dict[Cell, float]
+    """Slowest over fastest window of the steadier transfer of the cell."""
+    racks: dict[str, str]
+    """Host to rack; empty where it is not known."""
+    phases: tuple[tuple[Cell, ...], ...]
+    """Cells that were measured at the same time."""
+
+    def is_cross(self, cell: Cell) -> bool:
+        """Whether it leaves a rack."""
+        return bool(self.racks) and self.racks.get(cell[0]) != self.racks.get(cell[1])
+
+
+class MatrixReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands out. ``sending`` and ``receiving``: each host's side over the usual rate."""
+
+    usual_bit_per_s: float
+    sending: dict[str, float]
+    receiving: dict[str, float]
+    findings: tuple[Finding, ...]
+    cannot_tell: tuple[str, ...] = ()
+
+
+def matrix_of(
+    record: LinksRecord,
+    racks: Mapping[str, str] | None = None,
+    *,
+    schedule: Schedule | None = None,
+) -> Matrix:
+    """The matrix of a record. ``schedule`` None: the rounds of ``bench links``, all pairs."""
+    rates: dict[Cell, float] = {}
+    dips: dict[Cell, float] = {}
+    for sample in record.samples:
+        if sample.is_bidirectional or not sample.bit_per_s:
+            continue
+        cell = (sample.source, sample.target)
+        rates[cell] = max(rates.get(cell, 0.0), median(sample.bit_per_s))
+        dips[cell] = max(dips.get(cell, 0.0), _dip(sample))
+    table = rounds(len(record.hosts)) if schedule is None else schedule
+    phases = []
+    for pairs in table:
+        forth = tuple((record.hosts[a], record.hosts[b]) for a, b in pairs)
+        phases += [forth, tuple((b, a) for a, b in forth)]
+    return Matrix(hosts=record.hosts, bit_per_s=rates, dips=dips, racks=dict(racks or {}), phases=tuple(phases))
+
+
+def _dip(sample: LinkSample) -> float:
+    best = max(sample.bit_per_s)
+    return min(sample.bit_per_s) / best if best > 0 else 0.0
+
+
+def find_outliers(
+    record: LinksRecord,
+    racks: Mapping[str, str] | None = None,
+    *,
+    schedule: Schedule | None = None,
+) -> MatrixReport:
+    """What stands out in a record of link measurements."""
+    return judge(matrix_of(record, racks, schedule=schedule))
+
+
+def judge(matrix: Matrix) -> MatrixReport:
+    """What stands out in a matrix."""
+    rates = matrix.bit_per_s
+    if not rates:
+        return MatrixReport(
+            usual_bit_per_s=0.0, sending={}, receiving={}, findings=(), cannot_tell=("no pair was measured",)
+        )
+    usual = _usual(matrix)
+    share = {cell: rate / usual for cell, rate in rates.items()}
+    sending = {host: _side(matrix, share, host, 0) for host in matrix.hosts}
+    receiving = {host: _side(matrix, share, host, 1) for host in matrix.hosts}
+    unsteady = _unsteady_hosts(matrix)
+    limit = _limit([*sending.values(), *receiving.values()])
+    slow = [h for h in matrix.hosts if h not in unsteady and min(sending[h], receiving[h]) < limit]
+    group = _group(slow, share) if not matrix.racks else ()
+    findings = [_flapping(matrix, host) for host in unsteady]
+    if group:
+        findings.append(_group_finding(group, share, usual))
+    else:
+        findings += [_slow_host(h, sending[h], receiving[h], limit, share, usual) for h in slow]
+    steady = {cell: value for cell, value in share.items() if not set(cell) & set(unsteady)}
+    uplinks = _slow_uplinks(matrix, steady, sending, receiving, usual)
+    findings += uplinks
+    if not uplinks and not group:
+        findings += _slow_links(matrix, share, sending, receiving, unsteady, usual)
+    return MatrixReport(
+        usual_bit_per_s=usual,
+        sending=sending,
+        receiving=receiving,
+        findings=tuple(findings),
+        cannot_tell=tuple(_cannot_tell(matrix, findings)),
+    )
+
+
+def _usual(matrix: Matrix) -> float:
+    """What a healthy pair reaches: the upper quartile inside racks, where uplinks play no part, else of all.
+
+    Not the median: three slow hosts of eight slow down more than half of the cells.
+    """
+    inside = [rate for cell, rate in matrix.bit_per_s.items() if not matrix.is_cross(cell)]
+    cells = inside if len(inside) >= 4 else list(matrix.bit_per_s.values())
+    return max(sorted(cells)[int(0.75 * len(cells))], 1.0)
+
+
+def _limit(values: Sequence[float]) -> float:
+    """Below this a value is an outlier: by the robust deviation, and by at least 1 - SLOW."""
+    centre = median(values)
+    deviation = max(1.4826 * median(abs(value - centre) for value in values), MIN_DEVIATION)
+    return min(SLOW * min(1.0, centre), centre - MIN_Z * deviation) if len(values) > 4 else SLOW
+
+
+def _side(matrix: Matrix, share: Mapping[Cell, float], host: str, end: int) -> float:
+    """How fast one side of a host was seen to be: the best of its classes' medians."""
+    inside = [value for cell, value in share.items() if cell[end] == host and not matrix.is_cross(cell)]
+    across = [value for cell, value in share.items() if cell[end] == host and matrix.is_cross(cell)]
+    # The higher of the two middle ones: with three hosts a row holds two cells, one of them of the slow partner.
+    return max((median_high(values) for values in (inside, across) if values), default=1.0)
+
+
+def _unsteady_hosts(matrix: Matrix) -> list[str]:
+    """Hosts most of whose transfers had a window below half their best, where those of others have not."""
+    bad = {cell for cell, dip in matrix.dips.items() if dip < UNSTEADY}
+    found = []
+    for host in matrix.hosts:
+        own = [cell for cell in matrix.dips if host in cell]
+        rest = [cell for cell in matrix.dips if host not in cell]
+        own_share = sum(cell in bad for cell in own) / len(own) if own else 0.0
+        rest_share = sum(cell in bad for cell in rest) / len(rest) if rest else 0.0
+        if own_share >= 0.4 and rest_share <= 0.15:
+            found.append(host)
+    return found
+
+
+def _evidence(cells: Sequence[Cell], share: Mapping[Cell, float], usual: float) -> tuple[Evidence, ...]:
+    return tuple(
+        Evidence(
+            where=f"{source} -> {target}",
+            seen=f"{format_rate(share[source, target] * usual)} ({format_percent(share[source, target])} of usual)",
+            expected=format_rate(usual),
+        )
+        for source, target in sorted(cells, key=lambda cell: share[cell])[:4]
+    )
+
+
+def _slow_host(  # noqa: PLR0917 - one caller
+    host: str, sends: float, receives: float, limit: float, share: Mapping[Cell, float], usual: float
+) -> Finding:
+    is_both = sends < limit and receives < limit
+    side = "both ways" if is_both else "sending" if sends < limit else "receiving"
+    level = min(sends, receives)
+    cells = [cell for cell in share if (cell[0] == host and sends < limit) or (cell[1] == host and receives < limit)]
+    return Finding(
+        id="link.slow-host" if is_both else "link.slow-tx" if sends < limit else "link.slow-rx",
+        subject=host,
+        host=host,
+        severity="critical" if level < 0.7 else "warning",
+        title=f"host {host} is slow {side}: {format_percent(level)} of what the others reach",
+        evidence=_evidence(cells, share, usual),
+        remedy=Remedy(
+            text="look at this host's NIC, cable and port, PCIe width, CPU load and interrupts before the fabric",
+            commands=("wirespeed doctor host --during 10s", "ethtool <interface>; ethtool -S <interface>"),
+        ),
+        source=f"below {format_percent(SLOW)} of usual and {MIN_Z} robust deviations",
+        limit_bit_per_s=level * usual,
+        full_bit_per_s=usual,
+    )
+
+
+def _flapping(matrix: Matrix, host: str) -> Finding:
+    cells = sorted((cell for cell in matrix.dips if host in cell), key=lambda cell: matrix.dips[cell])[:4]
+    return Finding(
+        id="link.flapping",
+        subject=host,
+        host=host,
+        severity="critical",
+        title=f"the link of host {host} comes and goes: transfers to and from it stall, others do not",
+        evidence=tuple(
+            Evidence(
+                where=f"{source} -> {target}",
+                seen=f"slowest window at {format_percent(matrix.dips[source, target])} of the fastest",
+                expected=f"above {format_percent(UNSTEADY)}",
+            )
+            for source, target in cells
+        ),
+        remedy=Remedy(
+            text="exchange cable or optic, then look at the switch port",
+            commands=("cat /sys/class/net/<interface>/carrier_changes", "dmesg -T | grep -i 'link'"),
+        ),
+        source="own rule",
+    )
+
+
+def _group(slow: Sequence[str], share: Mapping[Cell, float]) -> tuple[str, ...]:
+    """Slow hosts that are fast among each other: what joins them to the rest is slow, not they."""
+    if len(slow) < 2:
+        return ()
+    among = [share[a, b] for a in slow for b in slow if a != b and (a, b) in share]
+    return tuple(slow) if among and min(among) >= SLOW else ()
+
+
+def _group_finding(group: Sequence[str], share: Mapping[Cell, float], usual: float) -> Finding:
+    cells = [cell for cell in share if (cell[0] in group) != (cell[1] in group)]
+    level = median(share[cell] for cell in cells)
+    return Finding(
+        id="link.slow-uplink",
+        subject=", ".join(group),
+        severity="critical",
+        title=f"what joins {', '.join(group)} to the others is slow: {format_percent(level)} of usual; among "
+        "themselves "
+        "they are fast",
+        evidence=_evidence(cells, share, usual),
+        remedy=Remedy(text="look at the uplink of their switch; give the racks with --racks to have it named"),
+        source="own rule",
+        limit_bit_per_s=level * usual,
+        full_bit_per_s=usual,
+    )
+
+
+def _slow_uplinks(
+    matrix: Matrix,
+    share: Mapping[Cell, float],
+    sending: Mapping[str, float],
+    receiving: Mapping[str, float],
+    usual: float,
+) -> list[Finding]:
+    """Racks whose pairs together carry less than their hosts could, in every phase in which several cross."""
+    racks = sorted(set(matrix.racks.values()))
+    if len(racks) < 2:
+        return []
+    ratio: dict[str, float] = {}
+    capacity: dict[str, float] = {}
+    slowest: dict[str, list[Cell]] = {}
+    for rack, end in ((rack, end) for rack in racks for end in (0, 1)):
+        ratios, totals, cells = [], [], []
+        for phase in matrix.phases:
+            crossing = [c for c in phase if c in share and matrix.is_cross(c) and matrix.racks.get(c[end]) == rack]
+            if len(crossing) < 2:
+                continue
+            possible = sum(min(sending[s], receiving[t], 1.0) for s, t in crossing)
+            carried = sum(share[cell] for cell in crossing)
+            ratios.append(carried / possible if possible > 0 else 1.0)
+            totals.append(carried * usual)
+            cells += crossing
+        if len(ratios) >= 2 and median(ratios) < ratio.get(rack, 2.0):
+            ratio[rack], capacity[rack], slowest[rack] = median(ratios), max(totals), cells
+    suspects = [rack for rack in ratio if ratio[rack] < SLOW]
+    # Each slow phase of a rack is also one of its partners': the rack that is slowest by far explains theirs.
+    best = min((ratio[rack] for rack in suspects), default=1.0)
+    named = [rack for rack in suspects if ratio[rack] < best + 0.25 * (1 - best)]
+    return [_uplink(rack, named, ratio[rack], capacity[rack], slowest[rack], share, usual) for rack in named[:1]]
+
+
+def _uplink(  # noqa: PLR0917 - one caller
+    rack: str,
+    named: Sequence[str],
+    ratio: float,
+    capacity: float,
+    cells: Sequence[Cell],
+    share: Mapping[Cell, float],
+    usual: float,
+) -> Finding:
+    subject = rack if len(named) == 1 else " or ".join(named)
+    return Finding(
+        id="link.slow-uplink",
+        subject=subject,
+        severity="warning" if ratio > 0.7 else "critical",
+        title=f"the uplink of rack {subject} carries {format_rate(capacity)} where its hosts could send "
+        f"{format_rate(capacity / ratio)}: oversubscribed or slow",
+        evidence=_evidence(list(dict.fromkeys(cells)), share, usual),
+        remedy=Remedy(
+            text="a member of the uplink may be down; else place the ranks so that less crosses racks (wirespeed plan)",
+            commands=("ethtool <uplink ports of the switch>",),
+        ),
+        source="own rule",
+        limit_bit_per_s=capacity,
+        full_bit_per_s=capacity / ratio,
+    )
+
+
+def _slow_links(  # noqa: PLR0917 - one caller
+    matrix: Matrix,
+    share: Mapping[Cell, float],
+    sending: Mapping[str, float],
+    receiving: Mapping[str, float],
+    unsteady: Sequence[str],
+    usual: float,
+) -> list[Finding]:
+    if len(matrix.hosts) < 3:
+        return []
+    residual = {
+        (s, t): value / max(1e-9, min(sending[s], receiving[t], 1.0))
+        for (s, t), value in share.items()
+        if s not in unsteady and t not in unsteady
+    }
+    if not residual:
+        return []
+    limit = _limit(list(residual.values()))
+    slow = sorted((cell for cell, value in residual.items() if value < limit), key=lambda cell: residual[cell])
+    findings = []
+    done: set[Cell] = set()
+    for source, target in slow:
+        if (source, target) in done:
+            continue
+        back = (target, source)
+        is_both = back in slow
+        done |= {(source, target), back}
+        cells = [(source, target), back] if is_both else [(source, target)]
+        level = median(share[cell] for cell in cells)
+        findings.append(
+            Finding(
+                id="link.slow-path",
+                subject=f"{source} {'<->' if is_both else '->'} {target}",
+                severity="critical" if level < 0.7 else "warning",
+                title=f"the path {source} {'to and from' if is_both else 'to'} {target} is slow: "
+                f"{format_percent(level)} "
+                "of usual, while both hosts are fast with others",
+                evidence=_evidence(cells, share, usual),
+                remedy=Remedy(
+                    text="a route, an ECMP member or one switch link: try other source ports, compare traceroutes",
+                    commands=(f"ip route get <address of {target}>", f"traceroute -n {target}"),
+                ),
+                source=f"below {format_percent(SLOW)} of what both ends allow",
+                limit_bit_per_s=level * usual,
+                full_bit_per_s=usual,
+            )
+        )
+    return findings
+
+
+def _cannot_tell(matrix: Matrix, findings: Sequence[Finding]) -> list[str]:
+    lines = []
+    count = len(matrix.hosts)
+    if count == 2:
+        lines.append("with two hosts a slow pair may be either host or the path: measure with a third")
+    elif count == 3 and findings:
+        lines.append("with three hosts a slow host and two slow paths look alike: measure with a fourth")
+    lines += [
+        f"which of racks {finding.subject} has the slow uplink: their traffic passes both"
+        for finding in findings
+        if finding.id == "link.slow-uplink" and " or " in finding.subject
+    ]
+    missing = sum((a, b) not in matrix.bit_per_s for a in matrix.hosts for b in matrix.hosts if a != b)
+    if missing:
+        lines.append(f"{missing} of {count * (count - 1)} directions were not measured: a slow path may be among them")
+    return lines

@@ -1,0 +1,196 @@
+"""Slow hosts, paths and uplinks in matrices whose truth is known, and what cannot be told apart."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from wirespeed.cli.main import main
+from wirespeed.doctor.history import earlier, find_changes, keep
+from wirespeed.doctor.matrix import MatrixReport, find_outliers, matrix_of
+from wirespeed.doctor.retest import confirm, schedule_of, suspects
+from wirespeed.measure.links import rounds
+from wirespeed.records import Environment, LinkSample, LinksRecord, write
+
+GBIT = 1e9
+ENVIRONMENT = Environment(host="h0", kernel="6", cpu=None, num_cpus=2, versions={}, command="test")
+Rate = Callable[[int, int, list[tuple[int, int]]], float]
+
+
+def record_of(count: int, rate: Rate, *, noise: float = 0.01, seed: int = 0, table: object = None) -> LinksRecord:
+    """What a fabric gives whose pairs reach ``rate(source, target, cells of the same phase)``, five windows each."""
+    source = random.Random(seed)
+    samples = []
+    for pairs in rounds(count) if table is None else table:  # type: ignore[attr-defined]
+        for way in ([tuple(p) for p in pairs], [(b, a) for a, b in pairs]):
+            for a, b in way:
+                level = rate(a, b, way)
+                windows = tuple(level * (1 + source.uniform(-noise, noise)) for _ in range(5))
+                samples.append(LinkSample(source=f"h{a}", target=f"h{b}", streams=1, num_bytes=1, bit_per_s=windows))
+    hosts = tuple(f"h{n}" for n in range(count))
+    return LinksRecord(environment=ENVIRONMENT, hosts=hosts, samples=tuple(samples), socket_options={})
+
+
+def named(report: MatrixReport) -> list[tuple[str, str]]:
+    return [(finding.id, finding.subject) for finding in report.findings]
+
+
+RACKS = {f"h{n}": f"r{n // 2}" for n in range(8)}
+
+
+def uplink_at(capacity: float, slow_rack: int) -> Rate:
+    """Hosts of 1 Gbit/s in racks of two, uplinks of 2 Gbit/s, one of them at ``capacity``, shared max-min."""
+
+    def rate(a: int, b: int, way: list[tuple[int, int]]) -> float:
+        level = GBIT
+        for end in (0, 1):
+            rack = (a, b)[end] // 2
+            if rack == slow_rack and a // 2 != b // 2:
+                sharing = sum(c[end] // 2 == rack and c[0] // 2 != c[1] // 2 for c in way)
+                level = min(level, capacity / sharing)
+        return level
+
+    return rate
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 16])
+def test_a_healthy_fabric_has_no_finding(count: int, seed: int) -> None:
+    record = record_of(count, lambda a, b, way: GBIT, noise=0.04, seed=seed)
+    assert named(find_outliers(record)) == []
+
+
+@pytest.mark.parametrize("host", range(8))
+@pytest.mark.parametrize("has_racks", [False, True])
+def test_a_slow_host_is_named_alone(host: int, has_racks: bool) -> None:
+    record = record_of(8, lambda a, b, way: 0.6 * GBIT if host in (a, b) else GBIT, seed=host)
+    report = find_outliers(record, RACKS if has_racks else None)
+    assert named(report) == [("link.slow-host", f"h{host}")]
+    assert report.findings[0].limit_bit_per_s == pytest.approx(0.6 * GBIT, rel=0.03)
+
+
+def test_the_slow_direction_of_a_host_is_named() -> None:
+    assert named(find_outliers(record_of(6, lambda a, b, way: 0.6 * GBIT if a == 2 else GBIT))) == [
+        ("link.slow-tx", "h2")
+    ]
+    assert named(find_outliers(record_of(6, lambda a, b, way: 0.6 * GBIT if b == 4 else GBIT))) == [
+        ("link.slow-rx", "h4")
+    ]
+
+
+def test_two_slow_hosts_are_both_named() -> None:
+    record = record_of(8, lambda a, b, way: 0.5 * GBIT if {a, b} & {1, 6} else GBIT)
+    assert named(find_outliers(record)) == [("link.slow-host", "h1"), ("link.slow-host", "h6")]
+
+
+def test_a_slow_path_is_named_with_its_direction() -> None:
+    one_way = record_of(8, lambda a, b, way: 0.5 * GBIT if (a, b) == (3, 5) else GBIT)
+    both = record_of(8, lambda a, b, way: 0.5 * GBIT if {a, b} == {3, 5} else GBIT)
+    assert named(find_outliers(one_way)) == [("link.slow-path", "h3 -> h5")]
+    assert named(find_outliers(both)) == [("link.slow-path", "h3 <-> h5")]
+
+
+@pytest.mark.parametrize("rack", range(4))
+def test_a_halved_uplink_is_named_and_no_host(rack: int) -> None:
+    report = find_outliers(record_of(8, uplink_at(GBIT, rack), seed=rack), RACKS)
+    assert named(report) == [("link.slow-uplink", f"r{rack}")]
+    assert report.findings[0].limit_bit_per_s == pytest.approx(GBIT, rel=0.03)
+    assert report.findings[0].full_bit_per_s == pytest.approx(2 * GBIT, rel=0.05)
+
+
+def test_with_two_racks_it_is_said_that_the_uplinks_cannot_be_told_apart() -> None:
+    racks = {f"h{n}": f"r{n // 4}" for n in range(8)}
+
+    def rate(a: int, b: int, way: list[tuple[int, int]]) -> float:
+        crossing = [c for c in way if c[0] // 4 != c[1] // 4 and c[0] // 4 == a // 4]
+        return min(GBIT, 1.4 * GBIT / len(crossing)) if a // 4 != b // 4 else GBIT
+
+    report = find_outliers(record_of(8, rate), racks)
+    assert named(report) == [("link.slow-uplink", "r0 or r1")]
+    assert any("which of racks" in line for line in report.cannot_tell)
+
+
+def test_without_racks_hosts_that_are_fast_among_themselves_are_one_finding() -> None:
+    report = find_outliers(record_of(8, lambda a, b, way: 0.4 * GBIT if (a < 3) != (b < 3) else GBIT))
+    assert named(report) == [("link.slow-uplink", "h0, h1, h2")]
+
+
+def test_a_link_that_comes_and_goes_is_named() -> None:
+    record = record_of(8, lambda a, b, way: GBIT)
+    samples = tuple(
+        msgspec.structs.replace(s, bit_per_s=(*s.bit_per_s[:3], 0.02 * GBIT, s.bit_per_s[4]))
+        if "h5" in (s.source, s.target) and i % 3
+        else s
+        for i, s in enumerate(record.samples)
+    )
+    assert named(find_outliers(msgspec.structs.replace(record, samples=samples))) == [("link.flapping", "h5")]
+
+
+def test_with_two_or_three_hosts_it_is_said_what_cannot_be_told_apart() -> None:
+    two = find_outliers(record_of(2, lambda a, b, way: 0.5 * GBIT))
+    assert two.cannot_tell == ("with two hosts a slow pair may be either host or the path: measure with a third",)
+    three = find_outliers(record_of(3, lambda a, b, way: 0.5 * GBIT if 2 in (a, b) else GBIT))
+    assert any("three hosts" in line for line in three.cannot_tell)
+
+
+def test_large_fabrics_are_measured_in_seeded_matchings_that_still_name_a_slow_host() -> None:
+    table = schedule_of(64, seed=3)
+    assert table == schedule_of(64, seed=3)
+    assert all(len({host for pair in pairs for host in pair}) == 64 for pairs in table)
+    record = record_of(64, lambda a, b, way: 0.6 * GBIT if 17 in (a, b) else GBIT, table=table)
+    report = find_outliers(record, schedule=table)
+    assert named(report) == [("link.slow-host", "h17")]
+    assert any("were not measured" in line for line in report.cannot_tell)
+
+
+def test_a_retest_keeps_what_is_slow_again_and_drops_what_is_not() -> None:
+    def slow(a: int, b: int, way: list[tuple[int, int]]) -> float:
+        return 0.6 * GBIT if 2 in (a, b) else 0.5 * GBIT if (a, b) == (5, 6) else GBIT
+
+    record = record_of(8, slow)
+    matrix = matrix_of(record)
+    report = find_outliers(record)
+    table = suspects(report, matrix)
+    assert len(table) == 9  # three suspects (two partners of h2, one path), three times
+    assert all(len(pairs) == 1 for pairs in table)
+    again = record_of(8, lambda a, b, way: 0.6 * GBIT if 2 in (a, b) else GBIT, table=table)
+    kept, dropped = confirm(report, again)
+    assert [finding.subject for finding in kept] == ["h2"]
+    assert "alone" in kept[0].evidence[-1].where
+    assert len(dropped) == 1
+
+
+def test_history_names_what_became_slower(tmp_path: Path) -> None:
+    for day in range(4):
+        old = record_of(6, lambda a, b, way: GBIT, seed=day)
+        keep(tmp_path, msgspec.structs.replace(old, created=f"2026-03-0{day + 1}T10:00:00+00:00"))
+    (tmp_path / "links-broken.json").write_text("{")
+    before, notes = earlier(tmp_path)
+    assert (len(before), len(notes)) == (4, 1)
+    now = record_of(6, lambda a, b, way: 0.8 * GBIT if 3 in (a, b) else GBIT, seed=9)
+    assert [(f.id, f.subject) for f in find_changes(now, before)] == [("link.slower-than-before", "h3")]
+    all_slow = record_of(6, lambda a, b, way: 0.7 * GBIT)
+    assert [f.subject for f in find_changes(all_slow, before)] == ["fabric"]
+    assert find_changes(record_of(6, lambda a, b, way: GBIT), before) == ()
+    assert find_changes(now, before[:2]) == ()
+
+
+def test_the_command_judges_a_record_and_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "links.json", record_of(8, uplink_at(GBIT, 2)))
+    code = main(["doctor", "fabric", str(path), "--racks", "h[0-1];h[2-3];far=h[4-5];h[6-7]", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == 1
+    assert [(f["id"], f["subject"]) for f in report["findings"]] == [("link.slow-uplink", "far")]
+    assert main(["doctor", "fabric", str(write(tmp_path / "a.json", record_of(4, lambda a, b, way: GBIT)))]) == 0
+    assert "no host, link or uplink stands out" in capsys.readouterr().out
+
+
+def test_a_host_in_two_racks_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "links.json", record_of(4, lambda a, b, way: GBIT))
+    assert main(["doctor", "fabric", str(path), "--racks", "h0,h1;h1,h2"]) == 2
+    assert "two racks" in capsys.readouterr().err
