@@ -183,7 +183,8 @@ def lower_bound_s(
     Which hosts take part is not known here: the fastest ones that suffice are taken, so the bound is never too high.
     """
     num_hosts = num_ranks // ranks_per_host
-    rates = sorted((h.rate_bit_per_s.value for h in fabric.hosts if h.rate_bit_per_s is not None), reverse=True)
+    figures = [(host.rate_bit_per_s, host.num_nics) for host in fabric.hosts]
+    rates = sorted((rate.value * num_nics for rate, num_nics in figures if rate is not None), reverse=True)
     if not rates:
         return 0.0
     rate_bit_per_s = rates[min(num_hosts, len(rates)) - 1]

@@ -93,7 +93,7 @@ def _phase(
     from_, to = layout.ranks[:, source], layout.ranks[:, target]
     crosses = layout.host[:, source] != layout.host[:, target]
     # Steps that stay inside a host cost less; where some flows cross, in a ring by their share, else all.
-    share = float(crosses.mean()) if is_round else float(crosses.any())
+    share = float(crosses.mean(axis=1).max()) if is_round else float(crosses.any())
     return Phase(
         source=from_.ravel(),
         target=to.ravel(),
@@ -154,7 +154,7 @@ def _paced(layout: Layout, source: Ints, target: Ints, weight: Floats, *, hops: 
     found = _phase(layout, source, target, weight, steps=hops, depth=depth, is_round=True)
     changes = layout.host[:, 1:] != layout.host[:, :-1]
     closing = layout.host[:, -1:] != layout.host[:, :1]
-    share = float(np.concatenate([changes, closing], axis=1).mean())
+    share = float(np.concatenate([changes, closing], axis=1).mean(axis=1).max())
     return dataclasses.replace(found, net_steps=hops * share, local_steps=hops * (1 - share))
 
 
@@ -188,7 +188,10 @@ def tree(layout: Layout, operation: Operation) -> Phase:
     sources: list[Ints] = []
     targets: list[Ints] = []
     weights: list[Floats] = []
-    for parent in binary_trees(num_hosts):
+    # all_reduce has no root of its own; the data of broadcast and reduce are at place 0, above the roots of both trees.
+    is_rooted = operation != "all_reduce"
+    for tree_of_hosts in binary_trees(num_hosts - 1) if is_rooted and num_hosts > 1 else binary_trees(num_hosts):
+        parent = np.concatenate([[-1], tree_of_hosts + 1]) if is_rooted and num_hosts > 1 else tree_of_hosts
         child = np.flatnonzero(parent >= 0)
         below = (child[:, None] * block + entries).ravel()
         above = (parent[child][:, None] * block + entries).ravel()
@@ -206,7 +209,8 @@ def tree(layout: Layout, operation: Operation) -> Phase:
         if operation in ("all_reduce", "broadcast"):
             sources, targets, weights = [*sources, inner], [*targets, inner + 1], [*weights, share]
     ways = 2 if operation == "all_reduce" else 1
-    net = ways * math.ceil(math.log2(num_hosts)) if num_hosts > 1 else 0
+    levels = math.ceil(math.log2(num_hosts)) if not is_rooted else 1 + math.ceil(math.log2(max(1, num_hosts - 1)))
+    net = ways * levels if num_hosts > 1 else 0
     local = ways * (block - 1)
     found = _phase(
         layout, np.concatenate(sources), np.concatenate(targets), np.concatenate(weights), steps=net + local,

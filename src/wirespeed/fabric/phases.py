@@ -177,7 +177,8 @@ def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: P
         limit = np.minimum(speeds.flow_bit_per_s[source], speeds.flow_bit_per_s[target])
         alone = float(np.where(crosses, 8 * phase.weight / phase.stands_for / limit, 0.0).max())
         far = np.flatnonzero(crosses)
-        hop_s, transport = _hops(network, speeds, paths[far], source[far], target[far], is_mean=phase.is_round)
+        groups = phase.group[far] if phase.is_round else None
+        hop_s, transport = _hops(network, speeds, paths[far], source[far], target[far], groups=groups)
     if alone > s_per_byte[-1]:
         binding = -1
     local_s = speeds.local_hop_s[:, 0] if speeds.is_uniform else speeds.local_hop_s[:, source].max(axis=1)
@@ -197,19 +198,29 @@ def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: P
 
 
 def _hops(
-    network: Network, speeds: Speeds, paths: Ints, source: Ints, target: Ints, *, is_mean: bool
+    network: Network, speeds: Speeds, paths: Ints, source: Ints, target: Ints, *, groups: Ints | None
 ) -> tuple[Floats, Transport | None]:
-    """Seconds per hop (K,) of flows between hosts, the mean or the slowest, and the slowest one's transport."""
+    """Seconds per hop (K,) of flows between hosts, and the slowest one's transport.
+
+    The slowest hop counts; with ``groups`` of each flow, the mean of the group that has the slowest mean.
+    """
     extra = network.is_between_switches[paths].sum(axis=1)
     if speeds.is_uniform:
-        switches = extra.mean() if is_mean else extra.max()
+        switches = extra.max() if groups is None else _slowest_mean(extra, groups)
         return speeds.net_hop_s[:, source[0]] + speeds.switch_s[source[0]] * switches, speeds.transport[int(source[0])]
     extra_s = np.maximum(speeds.switch_s[source], speeds.switch_s[target]) * extra
     hops = np.maximum(speeds.net_hop_s[:, source], speeds.net_hop_s[:, target]) + extra_s
     slowest = int(np.argmax(hops[-1]))
     ends = (int(source[slowest]), int(target[slowest]))
     at = max(ends, key=lambda host: float(speeds.net_hop_s[-1, host]))
-    return (hops.mean(axis=1) if is_mean else hops.max(axis=1)), speeds.transport[at]
+    slow = hops.max(axis=1) if groups is None else np.array([_slowest_mean(row, groups) for row in hops])
+    return slow, speeds.transport[at]
+
+
+def _slowest_mean(values: Floats | Ints, groups: Ints) -> float:
+    counts = np.bincount(groups)
+    sums = np.bincount(groups, weights=values)
+    return float((sums[counts > 0] / counts[counts > 0]).max())
 
 
 def _words(network: Network, link: int, s_per_byte: float) -> str:
