@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import bench, fabric, lab, plan, report, tune
+from wirespeed.cli import bench, fabric, lab, plan, repo, report, tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")
 app.add_typer(fabric.app, name="fabric")
 app.add_typer(plan.app, name="plan")
+app.add_typer(repo.app, name="repo")
 app.command("report")(report.report)
 
 

@@ -100,7 +100,9 @@ def set_alias(
         now = None if last is None else last.number
         if expect is not None and now != expect:
             raise UsageError(
-                f"alias {alias!r} points at {_text(now)}", expected=f"v{expect}", hint="someone else has moved it: look again"
+                f"alias {alias!r} points at {_text(now)}",
+                expected=f"v{expect}",
+                hint="someone else has moved it: look again",
             )
         entry = AliasEntry(
             alias=alias,
@@ -117,10 +119,14 @@ def set_alias(
                 version = read_version(store, name, number)
                 if version is None or version.state != "live":
                     set_alias(store, name, alias, now, message=f"v{number} was removed meanwhile")
-                    raise UsageError(f"{name}@v{number} was removed meanwhile", hint=f"{alias!r} is back at {_text(now)}")
+                    raise UsageError(
+                        f"{name}@v{number} was removed meanwhile", hint=f"{alias!r} is back at {_text(now)}"
+                    )
             store.delete(keys[: max(0, len(keys) - KEEP_ENTRIES)])
             return entry
-    raise PeerFailure(f"could not set alias {alias!r} in {_MAX_TRIES} tries", hint="others set it all the time: try again")
+    raise PeerFailure(
+        f"could not set alias {alias!r} in {_MAX_TRIES} tries", hint="others set it all the time: try again"
+    )
 
 
 def _append(store: Store, name: str, entry: AliasEntry) -> bool:

@@ -125,7 +125,9 @@ class Cache:
     def _is_marked(self, content_id: str, path: Path) -> bool:
         mark = self.folder / "marks" / str(os.getuid()) / content_id
         try:
-            return mark.stat().st_uid == os.getuid() and msgspec.json.decode(mark.read_bytes(), type=Mark) == _look(path)
+            return mark.stat().st_uid == os.getuid() and msgspec.json.decode(mark.read_bytes(), type=Mark) == _look(
+                path
+            )
         except (OSError, msgspec.MsgspecError):
             return False
 

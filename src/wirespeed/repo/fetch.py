@@ -99,7 +99,9 @@ class Source:
                 self.counts.add(num_damaged=1)
         return None
 
-    def read_many(self, wanted: Sequence[int], use: Callable[[int, memoryview], None], *, workers: int = NUM_WORKERS) -> None:
+    def read_many(
+        self, wanted: Sequence[int], use: Callable[[int, memoryview], None], *, workers: int = NUM_WORKERS
+    ) -> None:
         """Read chunks and hand each (index, bytes) to ``use``, in any order, from several threads. Raises the first
         error, after work that was under way has ended.
         """

@@ -26,7 +26,9 @@ class Hot:
         try:
             import redis
         except ImportError as fault:
-            raise MissingCapability("the package redis is not installed", hint="pip install 'wirespeed[repo]'") from fault
+            raise MissingCapability(
+                "the package redis is not installed", hint="pip install 'wirespeed[repo]'"
+            ) from fault
         try:
             self._client: Any = redis.Redis.from_url(
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, protocol=2, retry=None

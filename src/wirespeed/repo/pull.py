@@ -241,7 +241,12 @@ def _make_inside(root: Path, relative: str) -> None:
 def _is_there(target: Path, part: Part, file: FileEntry) -> bool:
     """Whether a plain file already holds the content; a wrong mode is set right."""
     try:
-        if target.is_symlink() or not target.is_file() or target.stat().st_size != file.size_bytes or part.wrong_in(target):
+        if (
+            target.is_symlink()
+            or not target.is_file()
+            or target.stat().st_size != file.size_bytes
+            or part.wrong_in(target)
+        ):
             return False
         target.chmod(0o755 if file.is_executable else 0o644)
     except OSError:

@@ -167,7 +167,13 @@ def _uploader(
         return small_bytes / rate_bytes_per_s + raw_bytes / DECODE_BYTES_PER_S < raw_bytes / rate_bytes_per_s
 
     return Uploader(
-        store, view, base=base, siblings=tuple(siblings), is_compressed=is_compressed, decide=decide, is_repair=is_repair
+        store,
+        view,
+        base=base,
+        siblings=tuple(siblings),
+        is_compressed=is_compressed,
+        decide=decide,
+        is_repair=is_repair,
     )
 
 
@@ -243,9 +249,12 @@ def _read_all(uploader: Uploader, path: Path, *, is_as_is: bool, progress: Calla
     table = Table(uploader.stored)
     entries = tuple(
         FileEntry(
-            path=file.path, size_bytes=file.size_bytes, sha256=file.sha256,
+            path=file.path,
+            size_bytes=file.size_bytes,
+            sha256=file.sha256,
             chunks=tuple(table.index(future.result()) for future in file.digests),
-            is_executable=file.is_executable, tensors=file.tensors,
+            is_executable=file.is_executable,
+            tensors=file.tensors,
         )  # fmt: skip
         for file in made
     )
@@ -298,12 +307,16 @@ def _read_file(
             future = pool.submit(uploader.add, content, width=piece.width, key=piece.key)
             num_bytes = piece.length
             future.add_done_callback(
-                lambda done, num_bytes=num_bytes: room.give(num_bytes, done.exception() if not done.cancelled() else None)  # type: ignore[misc]
+                lambda done, num_bytes=num_bytes: room.give(
+                    num_bytes, done.exception() if not done.cancelled() else None
+                )  # type: ignore[misc]
             )
             file.digests.append(future)
         after = os.fstat(handle)
         if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            raise DataError(f"{real} was written to while it was pushed", hint="push when whoever writes it has finished")
+            raise DataError(
+                f"{real} was written to while it was pushed", hint="push when whoever writes it has finished"
+            )
         file.sha256 = hasher.digest()
     finally:
         os.close(handle)

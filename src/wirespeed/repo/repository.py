@@ -58,12 +58,16 @@ class Repository:
         self.hot = hot
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str] | None = None, *, cache: Path | None = None, must_exist: bool = True) -> Repository:
+    def open(
+        cls, url: str | os.PathLike[str] | None = None, *, cache: Path | None = None, must_exist: bool = True
+    ) -> Repository:
         """Open by URL or folder, else by WIRESPEED_REPO. WIRESPEED_HOT names a Redis, WIRESPEED_CACHE the cache."""
         found = os.fspath(url) if url is not None else os.environ.get("WIRESPEED_REPO", "")
         if not found:
             raise UsageError(
-                "got no repository", expected="s3://bucket/models or a folder", hint="name it with --repo, or set WIRESPEED_REPO"
+                "got no repository",
+                expected="s3://bucket/models or a folder",
+                hint="name it with --repo, or set WIRESPEED_REPO",
             )
         hot = os.environ.get("WIRESPEED_HOT")
         return cls(
@@ -89,7 +93,9 @@ class Repository:
         content = self.cache.manifest(version.manifest_digest, lambda: read_manifest_bytes(self.store, version))
         return decode(content, source=f"the manifest of {version.label}")
 
-    def source(self, version: Version, manifest: Manifest, *, is_local: bool = True, folder: Path | None = None) -> Source:
+    def source(
+        self, version: Version, manifest: Manifest, *, is_local: bool = True, folder: Path | None = None
+    ) -> Source:
         """Reads chunks of a version: from this machine where they are here, else from the hot tier and the store."""
         local = self.cache.index() if is_local else {}
         if folder is not None and (before := self._earlier(folder)) is not None:
@@ -141,7 +147,9 @@ class Repository:
         source = self.source(version, manifest, folder=folder)
         return pull_to_folder(source, version, folder, cache=self.cache, progress=progress)
 
-    def verify(self, name: str, *, number: int | None = None, is_deep: bool = True) -> Iterator[tuple[Version, list[Problem]]]:
+    def verify(
+        self, name: str, *, number: int | None = None, is_deep: bool = True
+    ) -> Iterator[tuple[Version, list[Problem]]]:
         """Look at every version (or one): are its record, manifest and objects there and, if deep, right?"""
         for version in self.versions(name):
             if number is None or version.number == number:
@@ -193,12 +201,16 @@ class Repository:
             new_bytes = sum(length for digest, length in fresh.items() if digest not in known)
             changes.append(
                 FileChange(
-                    path=file.path, change="added" if earlier is None else "changed", size_bytes=file.size_bytes,
-                    new_bytes=new_bytes, tensors=() if earlier is None else _changed_tensors(first, earlier, second, file),
+                    path=file.path,
+                    change="added" if earlier is None else "changed",
+                    size_bytes=file.size_bytes,
+                    new_bytes=new_bytes,
+                    tensors=() if earlier is None else _changed_tensors(first, earlier, second, file),
                 )  # fmt: skip
             )
         changes += [
-            FileChange(path=path, change="removed", size_bytes=file.size_bytes, new_bytes=0) for path, file in before.items()
+            FileChange(path=path, change="removed", size_bytes=file.size_bytes, new_bytes=0)
+            for path, file in before.items()
         ]
         return sorted(changes, key=lambda change: change.path)
 
@@ -234,4 +246,3 @@ def _tensor_digests(manifest: Manifest, file: FileEntry) -> dict[str, tuple[obje
             inside += 1
         found[tensor.name] = (tensor.dtype, tensor.shape, *digests)
     return found
-

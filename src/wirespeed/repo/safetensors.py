@@ -69,10 +69,16 @@ def parse_head(content: bytes | memoryview, *, size_bytes: int, source: str) -> 
                 hint="the file is cut short: save it again",
             )
         if width is not None and width * math.prod(entry.shape) != end - begin:
-            raise DataError(f"{source}: tensor {name!r} has {end - begin} bytes for shape {entry.shape} of {entry.dtype}")
+            raise DataError(
+                f"{source}: tensor {name!r} has {end - begin} bytes for shape {entry.shape} of {entry.dtype}"
+            )
         tensors.append(
             Tensor(
-                name=name, dtype=entry.dtype, shape=tuple(entry.shape), offset=len(content) + begin, num_bytes=end - begin
+                name=name,
+                dtype=entry.dtype,
+                shape=tuple(entry.shape),
+                offset=len(content) + begin,
+                num_bytes=end - begin,
             )
         )
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes))

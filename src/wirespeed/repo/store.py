@@ -164,7 +164,9 @@ class Store:
         finally:
             self.delete([key])
         if found is None:
-            raise PeerFailure(f"{self.url} does not show what was just written", expected="read-after-write consistency")
+            raise PeerFailure(
+                f"{self.url} does not show what was just written", expected="read-after-write consistency"
+            )
         return found.modified_s
 
     @property
@@ -257,7 +259,8 @@ def open_store(url: str | os.PathLike[str], *, must_exist: bool = False) -> Stor
         folder = Path(parts.path if parts.scheme == "file" else text).expanduser().absolute()
         if must_exist and not folder.is_dir():
             raise UsageError(
-                f"got repository {text!r}, which is not a folder", expected="a folder, or a URL such as s3://bucket/models"
+                f"got repository {text!r}, which is not a folder",
+                expected="a folder, or a URL such as s3://bucket/models",
             )
         try:
             return Store(stores.LocalStore(folder, mkdir=True), f"file://{folder}", folder=folder)

@@ -274,8 +274,14 @@ class Table:
         self._indices[digest] = len(self._chunks)
         self._chunks.append(
             Chunk(
-                digest=digest, length=stored.length, object=at, offset=stored.offset, stored_bytes=stored.stored_bytes,
-                encoding=stored.encoding, width=stored.width, base=base,
+                digest=digest,
+                length=stored.length,
+                object=at,
+                offset=stored.offset,
+                stored_bytes=stored.stored_bytes,
+                encoding=stored.encoding,
+                width=stored.width,
+                base=base,
             )  # fmt: skip
         )
         return self._indices[digest]

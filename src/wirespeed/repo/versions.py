@@ -145,7 +145,8 @@ def resolve(store: Store, wanted: Wanted) -> Version:
         entry = current(store, wanted.name, wanted.alias)
         if entry is None:
             raise UsageError(
-                f"{wanted.name} has no alias {wanted.alias!r} in {store.url}", hint=f"`wirespeed repo alias {wanted.name}`"
+                f"{wanted.name} has no alias {wanted.alias!r} in {store.url}",
+                hint=f"`wirespeed repo alias {wanted.name}`",
             )
         number = entry.number
     if number is None:
@@ -155,7 +156,9 @@ def resolve(store: Store, wanted: Wanted) -> Version:
         return version
     version = None if number not in list_numbers(store, wanted.name) else read_version(store, wanted.name, number)
     if version is None or version.state == "broken":
-        raise UsageError(f"there is no version {number} of {wanted.name} in {store.url}", hint=_others(store, wanted.name))
+        raise UsageError(
+            f"there is no version {number} of {wanted.name} in {store.url}", hint=_others(store, wanted.name)
+        )
     if version.state == "removed":
         raise UsageError(f"{version.label} was removed", hint=_others(store, wanted.name))
     return version
