@@ -29,7 +29,9 @@ app = typer.Typer(
 
 _Repo = Annotated[
     str | None,
-    typer.Option("--repo", "-r", envvar="WIRESPEED_REPO", help="s3://bucket/prefix, gs://, az:// or a folder.", metavar="URL"),
+    typer.Option(
+        "--repo", "-r", envvar="WIRESPEED_REPO", help="s3://bucket/prefix, gs://, az:// or a folder.", metavar="URL"
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 _Wanted = Annotated[str, typer.Argument(help="NAME, NAME@v12 or NAME@alias.", metavar="NAME[@V]")]
@@ -70,9 +72,14 @@ def push(
     ] = None,
     message: Annotated[str, typer.Option("--message", "-m", help="A line about this version.")] = "",
     link: Annotated[
-        str | None, typer.Option("--link", help="How fast readers are reached; faster links get fewer small forms.", metavar="RATE")
+        str | None,
+        typer.Option(
+            "--link", help="How fast readers are reached; faster links get fewer small forms.", metavar="RATE"
+        ),
     ] = None,
-    compress: Annotated[bool, typer.Option("--compress", help="Byte planes + zstd where it pays: less to store.")] = False,
+    compress: Annotated[
+        bool, typer.Option("--compress", help="Byte planes + zstd where it pays: less to store.")
+    ] = False,
     as_is: Annotated[bool, typer.Option("--as-is", help="Take .safetensors files as plain bytes.")] = False,
     repair: Annotated[
         bool, typer.Option("--repair", help="Upload everything again: replaces damaged objects of this epoch.")
@@ -131,7 +138,9 @@ def push(
 def pull(
     wanted: _Wanted,
     *,
-    to: Annotated[Path | None, typer.Option("--to", "-o", help="A folder; default: the cache, by links.", metavar="DIR")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", "-o", help="A folder; default: the cache, by links.", metavar="DIR")
+    ] = None,
     repo: _Repo = None,
     as_json: _Json = False,
 ) -> int:
@@ -211,7 +220,11 @@ def list_(
         shown = versions if name is not None else versions[-1:]
         for version in shown:
             labels = [e.alias for e in aliases[model] if e.number == version.number]
-            others = [f"{e.alias} -> v{e.number}" for e in aliases[model] if e.number != version.number] if name is None else []
+            others = (
+                [f"{e.alias} -> v{e.number}" for e in aliases[model] if e.number != version.number]
+                if name is None
+                else []
+            )
             rows.append(
                 [
                     model, f"v{version.number}", units.format_size(version.num_bytes), str(version.num_files),
@@ -297,7 +310,9 @@ def diff(
     second = new if "@" in new else f"{old.split('@')[0]}@{new}"
     changes = repository.diff(old, second)
     if as_json:
-        print_json({"old": str(repository.version(old).label), "new": repository.version(second).label, "changes": changes})
+        print_json(
+            {"old": str(repository.version(old).label), "new": repository.version(second).label, "changes": changes}
+        )
     elif not changes:
         show("no difference")
     else:
@@ -318,10 +333,16 @@ def _some(items: tuple[str, ...]) -> str:
 
 @app.command("verify")
 def verify(
-    wanted: Annotated[str | None, typer.Argument(help="NAME or NAME@V; default: all models.", metavar="[NAME[@V]]")] = None,
+    wanted: Annotated[
+        str | None, typer.Argument(help="NAME or NAME@V; default: all models.", metavar="[NAME[@V]]")
+    ] = None,
     *,
-    folder: Annotated[Path | None, typer.Option("--folder", help="Check a pulled folder instead of the store.", metavar="DIR")] = None,
-    shallow: Annotated[bool, typer.Option("--shallow", help="Only that objects are there and have their sizes.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Check a pulled folder instead of the store.", metavar="DIR")
+    ] = None,
+    shallow: Annotated[
+        bool, typer.Option("--shallow", help="Only that objects are there and have their sizes.")
+    ] = False,
     repo: _Repo = None,
     as_json: _Json = False,
 ) -> int:
@@ -398,8 +419,12 @@ def remove(
 def collect(
     *,
     grace: Annotated[str, typer.Option("--grace", help="Leave alone what is younger.", metavar="DURATION")] = "24h",
-    lease: Annotated[str, typer.Option("--lease", help="A push that gave no sign for so long is dead.", metavar="DURATION")] = "1h",
-    wait: Annotated[str, typer.Option("--wait", help="Wait so long for pushes that are under way.", metavar="DURATION")] = "0s",
+    lease: Annotated[
+        str, typer.Option("--lease", help="A push that gave no sign for so long is dead.", metavar="DURATION")
+    ] = "1h",
+    wait: Annotated[
+        str, typer.Option("--wait", help="Wait so long for pushes that are under way.", metavar="DURATION")
+    ] = "0s",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     repo: _Repo = None,
     as_json: _Json = False,
@@ -423,9 +448,13 @@ def collect(
         print_json(outcome)
         return 0
     if dry_run:
-        show(f"{outcome.num_condemned} objects of {units.format_size(outcome.num_condemned_bytes)} would go; {outcome.num_needed} are needed")
+        show(
+            f"{outcome.num_condemned} objects of {units.format_size(outcome.num_condemned_bytes)} would go; {outcome.num_needed} are needed"
+        )
         return 0
-    show(f"deleted {outcome.num_deleted} objects of {units.format_size(outcome.num_deleted_bytes)}; {outcome.num_needed} are needed")
+    show(
+        f"deleted {outcome.num_deleted} objects of {units.format_size(outcome.num_deleted_bytes)}; {outcome.num_needed} are needed"
+    )
     if outcome.broken:
         show(f"pushes that were dead: {', '.join(outcome.broken)}")
     if outcome.waiting_for:
@@ -499,7 +528,9 @@ def alias(
 @app.command("hub")
 def hub(
     *,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; beyond loopback WIRESPEED_TOKEN is needed.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; beyond loopback WIRESPEED_TOKEN is needed.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port; 0 takes a free one.", min=0, max=65535)] = 8765,
     repo: _Repo = None,
 ) -> int:

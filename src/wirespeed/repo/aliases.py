@@ -36,7 +36,7 @@ class AliasEntry(msgspec.Struct, frozen=True, kw_only=True):
 def _keys(store: Store, name: str, alias: str) -> list[str]:
     # The prefix ends in the alias itself: "prod" must not find the log of "prod-eu".
     prefix = names.aliases_prefix(name, alias)
-    found = [stat.key for stat in store.list(prefix) if stat.key.rsplit("/", 1)[0] == prefix]
+    found = [stat.key for stat in store.list_objects(prefix) if stat.key.rsplit("/", 1)[0] == prefix]
     return sorted(key for key in found if names.number_in(key) is not None)
 
 

@@ -41,7 +41,6 @@ from torch.futures import Future
 
 from wirespeed.errors import DataError, UsageError, WirespeedError
 from wirespeed.repo import gc, versions
-from wirespeed.repo.chunks import PIECE_BYTES
 from wirespeed.repo.manifest import FileEntry, Manifest, Tensor
 from wirespeed.repo.push import Pushed, commit
 from wirespeed.repo.repository import Repository
@@ -104,7 +103,7 @@ class RepoWriter(StorageWriter):
         """The model's name as the checkpoint's."""
         return StorageMeta(checkpoint_id=self._name)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """The committing rank claims the version's number before anyone uploads: collectors then wait for it."""
         if is_coordinator:
             self._claim = versions.Claim(self._repository.store, self._name)
@@ -130,13 +129,7 @@ class RepoWriter(StorageWriter):
         with ThreadPoolExecutor(4, thread_name_prefix="wirespeed-save") as pool:
             for item in plan.items:
                 name, dtype, shape, content, width = _content(item, planner)
-                parts = [(at, content[at : at + PIECE_BYTES]) for at in range(0, len(content), PIECE_BYTES)]
-                digests = list(
-                    pool.map(
-                        lambda part, name=name, width=width: uploader.add(part[1], width=width, key=(name, part[0])),  # type: ignore[misc]
-                        parts,
-                    )
-                )
+                digests = uploader.add_long(pool, content, width=width, name=name)
                 pieces.append((item, name, dtype, shape, digests, len(content)))
         uploader.finish()
         results = []
@@ -176,15 +169,13 @@ class RepoWriter(StorageWriter):
                     offset += item.num_bytes
                 rows.append((file, digests, tuple(tensors), offset))
             plan = encode_plan(metadata, where)
-            plan_digests = [
-                uploader.add(memoryview(plan)[at : at + PIECE_BYTES]) for at in range(0, len(plan), PIECE_BYTES)
-            ]
+            with ThreadPoolExecutor(1) as pool:
+                plan_digests = uploader.add_long(pool, memoryview(plan))
             uploader.finish()
             rows.append((PLAN_FILE, plan_digests, (), len(plan)))
             table = Table(lambda digest: known[digest] if digest in known else uploader.stored(digest))
             files = tuple(
                 FileEntry(
-                    # A file made of shards of many ranks was never in one place to be hashed as a whole.
                     path=path, size_bytes=size, sha256=b"", chunks=tuple(map(table.index, digests)), tensors=tensors
                 )
                 for path, digests, tensors, size in rows
@@ -239,10 +230,15 @@ def encode_plan(metadata: Metadata, where: Sequence[tuple[MetadataIndex, _Where]
         "state": tensors,
         "paths": {name: list(path) for name, path in (metadata.planner_data or {}).items()},
         "where": [
-            {"name": i.fqn, "offset": None if i.offset is None else list(i.offset), "index": i.index, "at": list(msgspec.structs.astuple(w))}
-            for i, w in where
+            {
+                "name": index.fqn,
+                "offset": None if index.offset is None else list(index.offset),
+                "index": index.index,
+                "at": [at.file, at.offset, at.num_bytes],
+            }
+            for index, at in where
         ],
-    }  # fmt: skip
+    }
     return json.dumps(document, separators=(",", ":")).encode()
 
 
@@ -322,7 +318,7 @@ class RepoReader(StorageReader):
         content = b"".join(bytes(self._source.read(index)) for index in file.chunks)
         return decode_plan(content, source=f"{self.version.label}/{PLAN_FILE}")
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keep where items lie."""
         self._where = metadata.storage_data
 
@@ -383,7 +379,7 @@ class RepoReader(StorageReader):
 
     def _bytes(self, file: FileEntry, begin: int, end: int) -> torch.Tensor:
         buffer = torch.empty(max(0, end - begin), dtype=torch.uint8)
-        into = memoryview(buffer.numpy())
+        into = buffer.numpy().data
         places: dict[int, list[int]] = {}
         for index, offset, length in spans(self._manifest, file):
             if offset < end and begin < offset + length:
@@ -449,7 +445,7 @@ class Saver:
             is_anchor = len(self.saved) % self._anchor_every == 0
             parent = None if is_anchor else f"v{self.saved[-1].version.number}"
             self.saved.append(save(state, self._name, repo=self._repository, parent=parent))
-        except BaseException as fault:  # noqa: BLE001 - handed to the training loop
+        except BaseException as fault:
             self._fault = fault
 
     def _raise(self) -> None:

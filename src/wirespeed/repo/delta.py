@@ -91,7 +91,7 @@ def decode(
                 decoded = _unsparse(payload, _elements(base, width), width)
     except (ValueError, IndexError, OverflowError) as fault:
         raise DataError(f"a chunk of encoding {encoding!r} is damaged: {fault}") from fault
-    flat = memoryview(decoded.view(np.uint8).reshape(-1))
+    flat: memoryview = decoded.view(np.uint8).reshape(-1).data
     if len(flat) != length:
         raise DataError(f"a chunk of encoding {encoding!r} has {len(flat)} bytes", expected=f"{length}")
     return flat

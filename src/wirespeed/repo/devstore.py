@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -107,7 +108,12 @@ def dev_store(folder: Path, *, bucket: str = "models", timeout_s: float = START_
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
         )
     store = DevStore(
-        endpoint=f"http://127.0.0.1:{s3}", bucket=bucket, access_key=access, secret_key=secret, pid=process.pid, log=str(log)
+        endpoint=f"http://127.0.0.1:{s3}",
+        bucket=bucket,
+        access_key=access,
+        secret_key=secret,
+        pid=process.pid,
+        log=str(log),
     )
     try:
         _wait_ready(store, process, timeout_s)
@@ -129,7 +135,9 @@ def _wait_ready(store: DevStore, process: subprocess.Popen[bytes], timeout_s: fl
             return
         time.sleep(0.2)
     tail = Path(store.log).read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
-    raise PeerFailure(f"SeaweedFS did not start within {timeout_s:g} s: {' | '.join(tail)}", hint=f"its log is {store.log}")
+    raise PeerFailure(
+        f"SeaweedFS did not start within {timeout_s:g} s: {' | '.join(tail)}", hint=f"its log is {store.log}"
+    )
 
 
 def _try_bucket(store: DevStore) -> bool:
@@ -150,22 +158,24 @@ def _try_bucket(store: DevStore) -> bool:
             return False
         obstore.put(raw, "probes/ready", b"1", use_multipart=False)
         obstore.delete(raw, "probes/ready")
-    except Exception:  # noqa: BLE001 - not yet, for whatever reason; the caller's deadline decides
+    except Exception:
         return False
     return True
 
 
-def _raw(store: DevStore):  # type: ignore[no-untyped-def]  # noqa: ANN202 - obstore's own type
+def _raw(store: DevStore) -> Any:
     from datetime import timedelta
 
     from obstore.store import S3Store
 
-    return S3Store(
-        store.bucket, prefix="models",
-        config={"endpoint": store.endpoint, "access_key_id": store.access_key, "secret_access_key": store.secret_key, "region": "us-east-1"},
-        client_options={"allow_http": True, "timeout": timedelta(seconds=5)},
-        retry_config={"max_retries": 0},
-    )  # fmt: skip
+    config: Any = {
+        "endpoint": store.endpoint,
+        "access_key_id": store.access_key,
+        "secret_access_key": store.secret_key,
+        "region": "us-east-1",
+    }
+    client: Any = {"allow_http": True, "timeout": timedelta(seconds=5)}
+    return S3Store(store.bucket, prefix="models", config=config, client_options=client, retry_config={"max_retries": 0})
 
 
 def _signed_put(store: DevStore) -> tuple[str, dict[str, str]]:

@@ -102,8 +102,9 @@ class Source:
     def read_many(
         self, wanted: Sequence[int], use: Callable[[int, memoryview], None], *, workers: int = NUM_WORKERS
     ) -> None:
-        """Read chunks and hand each (index, bytes) to ``use``, in any order, from several threads. Raises the first
-        error, after work that was under way has ended.
+        """Read chunks and hand each (index, bytes) to ``use``, in any order, from several threads.
+
+        Raises the first error, after work that was under way has ended.
         """
         stop = threading.Event()
 
@@ -173,7 +174,8 @@ class Source:
             content = self.store.get_range(names.object_key(ref.digest, ref.epoch), start, stop - start)
         except ObjectMissing as fault:
             raise ObjectMissing(
-                f"{self._label or 'a version'} needs an object that {self.store.url} no longer has: {ref.digest.hex()[:16]}...",
+                f"{self._label or 'a version'} needs an object that {self.store.url} no longer has: "
+                f"{ref.digest.hex()[:16]}...",
                 hint="was the version removed and collected? `wirespeed repo verify` lists what is missing",
             ) from fault
         self.counts.add(store_bytes=stop - start, num_requests=1)
@@ -200,8 +202,8 @@ class Source:
         if not self._is_right(chunk, content):
             ref = self.manifest.objects[chunk.object]
             raise DataError(
-                f"a chunk of {self._label or 'a version'} is damaged in {self.store.url}: object {ref.digest.hex()[:16]}... "
-                f"at {chunk.offset}",
+                f"a chunk of {self._label or 'a version'} is damaged in {self.store.url}: "
+                f"object {ref.digest.hex()[:16]}... at {chunk.offset}",
                 expected=f"BLAKE3 {chunk.digest.hex()[:16]}...",
                 hint="push the version again from a good copy: damaged objects are replaced with --repair",
             )

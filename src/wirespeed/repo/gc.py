@@ -62,7 +62,7 @@ def collections(store: Store) -> list[tuple[str, Collection]]:
     import zstandard
 
     found = []
-    for key in sorted(stat.key for stat in store.list("gc")):
+    for key in sorted(stat.key for stat in store.list_objects("gc")):
         try:
             content = store.get(key, max_bytes=MAX_LIST_BYTES)
             plain = zstandard.ZstdDecompressor().decompress(content, max_output_size=MAX_LIST_BYTES)
@@ -173,7 +173,7 @@ def collect(
     needs = _Needs(store)
     now_s = store.now_s()
     needed = needs.now(now_s=now_s, grace_s=grace_s)
-    objects = {stat.key: stat for stat in store.list("objects")}
+    objects = {stat.key: stat for stat in store.list_objects("objects")}
     if is_dry_run:
         doomed = _doomed(objects, needed, before_s=now_s - grace_s)
         sizes = sum(objects[key].size_bytes for key in doomed)
@@ -230,7 +230,7 @@ def _settle_pushes(
     while True:
         now_s = store.now_s()
         waiting: list[str] = []
-        for stat in list(store.list("pushes")):
+        for stat in list(store.list_objects("pushes")):
             folder, number = stat.key.split("/")[1], names.number_in(stat.key)
             name = names.name_of_folder(folder)
             if name is None or number is None:
@@ -276,7 +276,7 @@ def _finish(store: Store, needs: _Needs, *, grace_s: float) -> list[str]:
 
 def _sweep(store: Store, *, now_s: float, grace_s: float) -> None:
     """Leftovers without meaning: probes, old lists, and what an interrupted write to a folder left."""
-    store.delete([stat.key for stat in store.list("probes") if stat.modified_s < now_s - 3600])
+    store.delete([stat.key for stat in store.list_objects("probes") if stat.modified_s < now_s - 3600])
     done = [key for key, c in collections(store) if c.state == "done"]
     store.delete(done[:-_KEEP_LISTS])
     if store.folder is not None:

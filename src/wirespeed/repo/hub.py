@@ -58,7 +58,9 @@ class HubServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, repository: Repository, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
+    def __init__(
+        self, repository: Repository, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+    ) -> None:
         if host not in ("127.0.0.1", "::1", "localhost") and not token:
             raise UsageError(
                 f"got address {host!r} without a token", expected="loopback, or a token", hint="set WIRESPEED_TOKEN"
@@ -118,15 +120,15 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library does not print
         """Nothing."""
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         """Headers of a file."""
         self._answer(has_body=False)
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         """A file, or what is known about a model."""
         self._answer(has_body=True)
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         """Only ``paths-info``, which asks about files."""
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length) if 0 <= length <= 1 << 20 else b""
@@ -204,13 +206,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, opened: _Open, file: FileEntry, begin: int, end: int) -> None:
         try:
-            for content in read_span(self.server.repository, opened.manifest, opened.source, file, begin, end):
+            for content in read_span(self.server.repository, opened.source, file, begin=begin, end=end):
                 self.wfile.write(content)
         except WirespeedError:
             # The head is sent: a short body is how the client learns of it, and it asks again.
             self.close_connection = True
 
-    def _about(self, name: str, what: str, revision: str, path: str, *, query: dict[str, list[str]], posted: bytes | None) -> None:
+    def _about(
+        self, name: str, what: str, revision: str, path: str, *, query: dict[str, list[str]], posted: bytes | None
+    ) -> None:
         opened = self.server.open(name, revision)
         if what == "revision":
             self._json(self._info(opened))
@@ -272,7 +276,8 @@ def _tree(opened: _Open, folder: str, *, is_recursive: bool) -> list[dict[str, A
         rest = path[len(prefix) :]
         if "/" in rest:
             sub = prefix + rest.split("/", 1)[0]
-            entries.setdefault(sub, {"type": "directory", "path": sub, "oid": hashlib.sha1(sub.encode()).hexdigest(), "size": 0})  # noqa: S324 - an identifier
+            oid = hashlib.blake2b(sub.encode(), digest_size=20).hexdigest()
+            entries.setdefault(sub, {"type": "directory", "path": sub, "oid": oid, "size": 0})
         if "/" not in rest or is_recursive:
             etag = file_etag(opened.manifest, file)
             entries[path] = {
@@ -292,21 +297,20 @@ def _wanted_paths(posted: bytes, content_type: str) -> set[str]:
         return set()
 
 
-def read_span(
-    repository: Repository, manifest: Manifest, source: Source, file: FileEntry, begin: int, end: int
-) -> Iterator[memoryview]:
+def read_span(repository: Repository, source: Source, file: FileEntry, *, begin: int, end: int) -> Iterator[memoryview]:
     """Verified bytes of a part of a file, in order: from the cached file where it is whole, else chunk by chunk."""
+    manifest = source.manifest
     path = repository.cache.find(manifest, file)
     if path is not None:
         with path.open("rb") as stream:
             stream.seek(begin)
             left = end - begin
             while left > 0:
-                content = stream.read(min(left, 1 << 20))
-                if not content:
+                block = stream.read(min(left, 1 << 20))
+                if not block:
                     raise DataError(f"{path} became shorter while it was read")
-                left -= len(content)
-                yield memoryview(content)
+                left -= len(block)
+                yield memoryview(block)
         return
     offset = 0
     for index in file.chunks:

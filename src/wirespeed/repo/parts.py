@@ -1,8 +1,8 @@
 """Files that are being put together from chunks: resumable, idempotent, published by a rename.
 
-A part has the final size from the start (so a full disk is met before the first byte) and a name made of the content's
-identity. Nothing is believed about what an earlier run left in it: regions that hold data are hashed, and a chunk counts
-as there only where it is right. Two processes that fill the same part write the same verified bytes to the same places;
+A part has the final size from the start (so a full disk is met before the first byte) and a name made of the
+content's identity. Nothing is believed about what an earlier run left in it: regions that hold data are hashed, and a
+chunk counts as there only where it is right. Two processes that fill the same part write the same verified bytes to the same places;
 no lock is needed for that to be right, and the first rename wins.
 """
 
@@ -21,7 +21,7 @@ from wirespeed.repo.manifest import Chunk
 PART_PREFIX = ".wirespeed-part."
 
 
-class DiskFull(MissingCapability):  # noqa: N818 - says what it is
+class DiskFull(MissingCapability):
     """There is no room, or none within the user's quota."""
 
 

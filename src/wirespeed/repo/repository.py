@@ -150,7 +150,7 @@ class Repository:
     def verify(
         self, name: str, *, number: int | None = None, is_deep: bool = True
     ) -> Iterator[tuple[Version, list[Problem]]]:
-        """Look at every version (or one): are its record, manifest and objects there and, if deep, right?"""
+        """Look at every version (or one): whether its manifest and objects are there and, if deep, right."""
         for version in self.versions(name):
             if number is None or version.number == number:
                 yield version, self._problems(version, is_deep=is_deep)

@@ -35,6 +35,9 @@ STALL_TIMEOUT_S = 30.0
 RETRY_TIMEOUT_S = 60.0
 RENEWAL_TIMEOUT_S = 10.0
 _NO_SPACE = re.compile(r"os error 28|No space left|QuotaExceeded|no writable volumes", re.IGNORECASE)
+_REFUSED = re.compile(
+    r"\b40[13] (Forbidden|Unauthorized)|ExpiredToken|TokenExpired|InvalidAccessKeyId|SignatureDoesNotMatch|os error 13\b"
+)
 _T = TypeVar("_T")
 
 
@@ -129,7 +132,7 @@ class Store:
             return None
         return _stat(found)
 
-    def list(self, prefix: str) -> Iterator[Stat]:
+    def list_objects(self, prefix: str) -> Iterator[Stat]:
         """All objects below a prefix, in no promised order."""
         import obstore
 
@@ -195,11 +198,11 @@ class Store:
             used = None if self._credentials is None else self._credentials.key()
             try:
                 answer = attempt()
-                self._has_answered = True
-                return answer
             except (FileNotFoundError, faults.NotFoundError) as fault:
                 raise ObjectMissing(f"cannot {what}: it is not there") from fault
-            except (PermissionError, faults.PermissionDeniedError, faults.UnauthenticatedError) as fault:
+            except (faults.BaseError, OSError, NotImplementedError) as fault:
+                if not _is_refusal(fault):
+                    raise self._failure(what, fault) from fault
                 if self._credentials is not None and used is not None and time.monotonic() < give_up_s:
                     # A credential that never worked is not waited for; one that expired is about to be renewed.
                     wait_s = RENEWAL_TIMEOUT_S if self._has_answered else 0.0
@@ -210,20 +213,30 @@ class Store:
                     expected="credentials that may do this" if self.folder is None else "permission to do this",
                     hint=_CREDENTIAL_HINT if self.folder is None else "check the folder's owner and mode",
                 ) from fault
-            except (faults.BaseError, OSError, NotImplementedError) as fault:
-                text = str(fault)
-                if _NO_SPACE.search(text):
-                    raise MissingCapability(
-                        f"cannot {what}: the store is full", hint="free some space there: `wirespeed repo gc`"
-                    ) from fault
-                if "os error 30" in text or "os error 13" in text:
-                    raise MissingCapability(
-                        f"cannot {what}: {_first_line(fault)}", hint="check the folder's owner, mode and mount"
-                    ) from fault
-                raise PeerFailure(
-                    f"cannot {what}: {_first_line(fault)}",
-                    hint="the store did not answer as it should, after retries; check that it runs, then try again",
-                ) from fault
+            self._has_answered = True
+            return answer
+
+    def _failure(self, what: str, fault: BaseException) -> MissingCapability | PeerFailure:
+        text = str(fault)
+        if _NO_SPACE.search(text):
+            return MissingCapability(
+                f"cannot {what}: the store is full", hint="free some space there: `wirespeed repo gc`"
+            )
+        if "os error 30" in text:
+            return MissingCapability(f"cannot {what}: {_first_line(fault)}", hint="the folder is mounted read-only")
+        return PeerFailure(
+            f"cannot {what}: {_first_line(fault)}",
+            hint="the store did not answer as it should, after retries; check that it runs, then try again",
+        )
+
+
+def _is_refusal(fault: BaseException) -> bool:
+    from obstore import exceptions as faults
+
+    if isinstance(fault, (PermissionError, faults.PermissionDeniedError, faults.UnauthenticatedError)):
+        return True
+    # Listings and expired tokens (some answer 400) come as generic errors.
+    return _REFUSED.search(str(fault)) is not None
 
 
 _CREDENTIAL_HINT = (
@@ -290,13 +303,14 @@ def open_store(url: str | os.PathLike[str], *, must_exist: bool = False) -> Stor
             config["endpoint"] = endpoint
             client["allow_http"] = endpoint.startswith("http://")
         credentials = AwsCredentials.find()
+        provider: Any = credentials
         raw = stores.S3Store(
             parts.netloc,
             prefix=parts.path.strip("/") or None,
             config=config,
             client_options=client,
             retry_config=retry,
-            credential_provider=credentials,
+            credential_provider=provider,
         )
         return Store(raw, clean, credentials=credentials)
     try:

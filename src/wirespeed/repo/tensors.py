@@ -81,7 +81,12 @@ def load(
     moved: dict[tuple[int, int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
     result = {}
     for key, tensor in tensors.items():
-        identity = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.dtype)
+        identity = (
+            tensor.untyped_storage().data_ptr(),
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tensor.dtype,
+        )
         if identity not in moved:
             moved[identity] = tensor.to(target)
         result[key] = moved[identity]
@@ -117,7 +122,8 @@ def _map(path: Path, size_bytes: int) -> torch.Tensor:
         # Page faults over a network are read one by one: many times slower than reading ahead in parallel.
         return _read_file(path, size_bytes)
     storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size_bytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]
+    assert isinstance(storage, torch.UntypedStorage)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def file_system_of(path: Path, mountinfo: str | None = None) -> str:
@@ -138,7 +144,7 @@ def file_system_of(path: Path, mountinfo: str | None = None) -> str:
 
 def _read_file(path: Path, size_bytes: int) -> torch.Tensor:
     buffer = torch.empty(size_bytes, dtype=torch.uint8)
-    into = memoryview(buffer.numpy())
+    into = buffer.numpy().data
 
     def read(offset: int) -> None:
         end = min(offset + PIECE_BYTES, size_bytes)
@@ -159,7 +165,7 @@ def _read_file(path: Path, size_bytes: int) -> torch.Tensor:
 def _read(source: Source, file: FileEntry, only: Callable[[str], bool] | None) -> torch.Tensor:
     # Memory that nothing was read into is never touched, and so never taken.
     buffer = torch.empty(file.size_bytes, dtype=torch.uint8)
-    into = memoryview(buffer.numpy())
+    into = buffer.numpy().data
     wanted = [(t.offset, t.offset + t.num_bytes) for t in file.tensors if only is None or only(t.name)]
     start_bytes = min((t.offset for t in file.tensors), default=file.size_bytes)
     wanted.append((0, start_bytes))
@@ -231,22 +237,16 @@ def save(
         claim.saw_epoch(view.epoch)
         uploader = make_uploader(repository, view, name, base_version)
         hasher = hashlib.sha256(head)
-        digests = [uploader.add(memoryview(head))]
         entries: list[Tensor] = []
         offset = len(head)
         with ThreadPoolExecutor(4, thread_name_prefix="wirespeed-save") as pool:
+            digests = uploader.add_long(pool, memoryview(head))
             for (key, dtype, shape, num_bytes), tensor in zip(heads, kept.values(), strict=True):
                 entries.append(Tensor(name=key, dtype=dtype, shape=shape, offset=offset, num_bytes=num_bytes))
                 offset += num_bytes
                 content = bytes_of(tensor)
                 hasher.update(content)
-                pieces = [(at, content[at : at + PIECE_BYTES]) for at in range(0, num_bytes, PIECE_BYTES)]
-                digests += pool.map(
-                    lambda piece, key=key, width=tensor.element_size(): uploader.add(  # type: ignore[misc]
-                        piece[1], width=width if width <= 8 else 8, key=(key, piece[0])
-                    ),
-                    pieces,
-                )
+                digests += uploader.add_long(pool, content, width=tensor.element_size(), name=key)
         uploader.finish()
         table = Table(uploader.stored)
         file = FileEntry(
@@ -271,7 +271,7 @@ def make_uploader(repository: Repository, view: gc.View, name: str, parent: Vers
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes in row-major order; a copy only where it is not so already, or on a device."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -281,7 +281,9 @@ def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
     for key in sorted(tensors):
         tensor = tensors[key]
         if tensor.dtype not in NAMES:
-            raise UsageError(f"tensor {key!r} has dtype {tensor.dtype}", expected=f"one of {', '.join(map(str, NAMES))}")
+            raise UsageError(
+                f"tensor {key!r} has dtype {tensor.dtype}", expected=f"one of {', '.join(map(str, NAMES))}"
+            )
         if key == "__metadata__":
             raise UsageError("got a tensor named '__metadata__'", expected="another name: safetensors reserves it")
         identity = (
@@ -294,5 +296,3 @@ def _untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
         else:
             aliases[key] = first
     return kept, aliases
-
-

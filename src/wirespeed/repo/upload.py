@@ -1,21 +1,23 @@
 """Turns pieces of bytes into chunks that lie in the store: found again, made small against a base, packed, uploaded.
 
 One ``Uploader`` serves one push. It may count on two kinds of objects: those of live versions that no collection has
-condemned, and those under the current epoch's keys (what an interrupted push left is found by looking, not sent again).
-Chunks of 1 MiB and more are objects of their own, so that any two pushes share them; smaller ones are joined into packs.
+condemned, and those under the current epoch's keys (what an interrupted push left is found and not sent again).
+Chunks of 1 MiB and more are objects of their own, so that any two pushes share them; smaller ones share packs.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 import msgspec
 
 from wirespeed.repo import delta, names
+from wirespeed.repo.chunks import PIECE_BYTES
 from wirespeed.repo.fetch import Source
 from wirespeed.repo.gc import View
-from wirespeed.repo.manifest import Chunk, Manifest, ObjectRef
+from wirespeed.repo.manifest import Chunk, Encoding, Manifest, ObjectRef
 from wirespeed.repo.store import Store
 
 OWN_OBJECT_BYTES = 1024**2
@@ -34,7 +36,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     object: ObjectRef
     offset: int
     stored_bytes: int
-    encoding: delta.Encoding = "raw"
+    encoding: Encoding = "raw"
     width: int = 1
     base: bytes | None = None
 
@@ -117,7 +119,7 @@ class Uploader:
                 self._known.setdefault(chunk.digest, _stored(manifest, chunk))
 
     def add(self, content: memoryview, *, width: int = 1, key: tuple[str, int] | None = None) -> bytes:
-        """Have this chunk in the store, now or at ``finish``. Gives its digest. The content may be reused afterwards."""
+        """Have this chunk in the store, now or at ``finish``. Gives its digest."""
         from blake3 import blake3
 
         digest = blake3(content).digest()
@@ -139,10 +141,18 @@ class Uploader:
                 self._in_flight.pop(digest).set()
         return digest
 
+    def add_long(self, pool: Executor, content: memoryview, *, width: int = 1, name: str | None = None) -> list[bytes]:
+        """Bytes of any length, such as those of the tensor ``name``, cut as its file would be. Gives the digests."""
+
+        def add(at: int) -> bytes:
+            return self.add(content[at : at + PIECE_BYTES], width=width, key=None if name is None else (name, at))
+
+        return list(pool.map(add, range(0, len(content), PIECE_BYTES)))
+
     def _store(self, digest: bytes, content: memoryview, width: int, key: tuple[str, int] | None) -> None:
         small, base = self._smaller(content, width, key)
         payload: memoryview | bytes = content if small is None else small.payload
-        encoding: delta.Encoding = "raw" if small is None else small.encoding
+        encoding: Encoding = "raw" if small is None else small.encoding
 
         def place(ref: ObjectRef, offset: int) -> None:
             stored = Stored(
@@ -282,7 +292,7 @@ class Table:
                 encoding=stored.encoding,
                 width=stored.width,
                 base=base,
-            )  # fmt: skip
+            )
         )
         return self._indices[digest]
 

@@ -108,7 +108,7 @@ def list_numbers(store: Store, name: str) -> list[int]:
     """Numbers that have a record of any state and were not broken, ascending."""
     found: set[int] = set()
     broken: set[int] = set()
-    for stat in store.list(names.versions_prefix(name)):
+    for stat in store.list_objects(names.versions_prefix(name)):
         number = names.number_in(stat.key)
         if number is not None:
             (broken if stat.key.endswith(".broken") else found).add(number)
@@ -214,7 +214,9 @@ class Claim:
         self._key = f"{key}.{self.push_id}"
         self.store.put(self._key, content)
         # Any other claim of this number, whoever was first: of two claimants at least the later writer sees both.
-        others = [s for s in self.store.list(names.pushes_prefix(self.name)) if names.number_in(s.key) == number]
+        others = [
+            s for s in self.store.list_objects(names.pushes_prefix(self.name)) if names.number_in(s.key) == number
+        ]
         if len(others) == 1 and number not in list_numbers(self.store, self.name):
             return True
         self.store.delete([self._key])
@@ -226,7 +228,7 @@ class Claim:
         while not self._done.wait(self._lease_s / 12):
             try:
                 self._beat(self._lease.epoch)
-            except Exception:  # noqa: BLE001, S112 - a missed beat is no harm: the commit itself tells whether it came too late
+            except Exception:  # noqa: S112 - no harm: the commit itself tells whether it came too late
                 continue
 
     def _beat(self, epoch: int) -> None:
@@ -270,7 +272,7 @@ def _highest(store: Store, name: str) -> int:
     numbers = [
         number
         for prefix in (names.versions_prefix(name), names.pushes_prefix(name))
-        for stat in store.list(prefix)
+        for stat in store.list_objects(prefix)
         if (number := names.number_in(stat.key)) is not None
     ]
     return max(numbers, default=0)
