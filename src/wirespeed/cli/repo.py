@@ -53,7 +53,8 @@ def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     with Progress(
-        "{task.description}", BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn(),
+        "{task.description}", BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        TimeRemainingColumn(),
         console=console, transient=True,
     ) as bar:  # fmt: skip
         task = bar.add_task(verb, total=None)
@@ -285,7 +286,10 @@ def show_version(
         show(make_table(["tensor", "type<", "shape<", "size", "file<"], rows))
     else:
         rows = [
-            [file.path, units.format_size(file.size_bytes), str(len(file.chunks)), str(len(file.tensors)), file.sha256.hex()[:16] or "-"]
+            [
+                file.path, units.format_size(file.size_bytes), str(len(file.chunks)), str(len(file.tensors)),
+                file.sha256.hex()[:16] or "-",
+            ]
             for file in manifest.files
         ]  # fmt: skip
         show(make_table(["file", "size", "chunks", "tensors", "sha256<"], rows))
@@ -449,18 +453,20 @@ def collect(
         return 0
     if dry_run:
         show(
-            f"{outcome.num_condemned} objects of {units.format_size(outcome.num_condemned_bytes)} would go; {outcome.num_needed} are needed"
+            f"{outcome.num_condemned} objects of {units.format_size(outcome.num_condemned_bytes)} would go; "
+            f"{outcome.num_needed} are needed"
         )
         return 0
     show(
-        f"deleted {outcome.num_deleted} objects of {units.format_size(outcome.num_deleted_bytes)}; {outcome.num_needed} are needed"
+        f"deleted {outcome.num_deleted} objects of {units.format_size(outcome.num_deleted_bytes)}; "
+        f"{outcome.num_needed} are needed"
     )
     if outcome.broken:
         show(f"pushes that were dead: {', '.join(outcome.broken)}")
     if outcome.waiting_for:
         show(
-            f"{outcome.num_condemned} objects of {units.format_size(outcome.num_condemned_bytes)} wait for pushes under way "
-            f"({_some(outcome.waiting_for)}): run gc again when they have ended, or with --wait"
+            f"{outcome.num_condemned} objects of {units.format_size(outcome.num_condemned_bytes)} wait for pushes that "
+            f"are under way ({_some(outcome.waiting_for)}): run gc again when they have ended, or with --wait"
         )
     return 0
 

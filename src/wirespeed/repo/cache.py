@@ -191,7 +191,8 @@ class Cache:
                 used -= size
         if used > goal:
             raise MissingCapability(
-                f"the cache may hold {units.format_size(self.limit_bytes)} and {units.format_size(needed_bytes)} are needed",
+                f"the cache may hold {units.format_size(self.limit_bytes)} and "
+                f"{units.format_size(needed_bytes)} are needed",
                 hint="raise WIRESPEED_CACHE_SIZE, or pull with --to DIR, past the cache",
             )
         free = free_bytes(self.folder)

@@ -411,7 +411,7 @@ class Saver:
     """Saves from a training loop on a schedule: ``saver.step(state)`` after each step; ``close`` at the end.
 
     State is copied to host memory on the caller's time, and uploaded by a thread; while an upload runs, due saves are
-    put off, never queued. Every ``anchor_every``-th version is whole, those between go as differences to the one before.
+    put off, never queued. Every ``anchor_every``-th version is whole, the others go as differences to the one before.
     A failed upload is raised by the next ``step`` or by ``close``.
     """
 

@@ -1,7 +1,8 @@
 """S3 credentials that are read again: from the environment, or from the shared credentials file.
 
 A long push outlives short-lived credentials. Whatever renews them rewrites the file; this provider reads it again
-when the store refuses, and once a minute. Where neither source exists, obstore asks the instance itself (IMDS, web identity).
+when the store refuses, and once a minute. Where neither source exists, obstore asks the instance itself (IMDS, web
+identity).
 """
 
 from __future__ import annotations

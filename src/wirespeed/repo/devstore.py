@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,14 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def dev_store(folder: Path, *, bucket: str = "models", timeout_s: float = START_TIMEOUT_S) -> Iterator[DevStore]:
-    """Run the server until the context ends. Data stays in ``folder``."""
+def dev_store(
+    folder: Path,
+    *,
+    bucket: str = "models",
+    more_keys: Sequence[tuple[str, str]] = (),
+    timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[DevStore]:
+    """Run the server until the context ends. Data stays in ``folder``. ``more_keys``: further (access, secret)."""
     weed = find_weed()
     if weed is None:
         raise MissingCapability("SeaweedFS (program `weed`) is not installed", hint=_HINT)
@@ -90,7 +96,7 @@ def dev_store(folder: Path, *, bucket: str = "models", timeout_s: float = START_
     config = folder / "s3.json"
     identity = {
         "name": "wirespeed",
-        "credentials": [{"accessKey": access, "secretKey": secret}],
+        "credentials": [{"accessKey": key, "secretKey": value} for key, value in ((access, secret), *more_keys)],
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
     with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:

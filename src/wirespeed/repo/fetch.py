@@ -171,7 +171,9 @@ class Source:
         stop = max(chunk.offset + chunk.stored_bytes for chunk in chunks)
         ref = self.manifest.objects[chunks[0].object]
         try:
-            content = self.store.get_range(names.object_key(ref.digest, ref.epoch), start, stop - start)
+            content = self.store.get_range(
+                names.object_key(ref.digest, ref.epoch), start, stop - start, whole_bytes=ref.size_bytes
+            )
         except ObjectMissing as fault:
             raise ObjectMissing(
                 f"{self._label or 'a version'} needs an object that {self.store.url} no longer has: "
@@ -230,8 +232,9 @@ def _pread(place: Place, length: int) -> memoryview | None:
             if num == 0:
                 return None
             done += num
-        return view
     except OSError:
         return None
+    else:
+        return view
     finally:
         os.close(handle)

@@ -189,11 +189,14 @@ def collect(
     fresh = tuple(key for key in doomed if key not in listed and _epoch_of(key) < epoch)
     if fresh:
         _write(store, Collection(epoch=epoch, state="condemned", collector_id=uuid.uuid4().hex, keys=fresh))
+    # Known before pushes are looked at: a list that appears later may have pushes that did not read it.
+    published = {key: c.epoch for key, c in collections(store) if c.state == "condemned"}
     broken, waiting = _settle_pushes(store, epoch=epoch, lease_s=lease_s, wait_s=wait_s, say=say)
-    deleted: list[str] = []
-    if not waiting:
-        deleted = _finish(store, needs, grace_s=grace_s)
-        _sweep(store, now_s=now_s, grace_s=grace_s)
+    # A list may be dealt with once every push that is still under way has read it.
+    last_epoch = min(waiting.values(), default=epoch)
+    ready = {key for key, list_epoch in published.items() if list_epoch <= last_epoch}
+    deleted = _finish(store, needs, ready, grace_s=grace_s)
+    _sweep(store, now_s=now_s, grace_s=grace_s)
     left = [key for _, c in collections(store) if c.state == "condemned" for key in c.keys]
     return Outcome(
         num_deleted=len(deleted),
@@ -223,14 +226,14 @@ def _doomed(objects: dict[str, Stat], needed: set[str], *, before_s: float) -> l
 
 def _settle_pushes(
     store: Store, *, epoch: int, lease_s: float, wait_s: float, say: Callable[[str], None]
-) -> tuple[list[str], list[str]]:
-    """Break leases that ran out; (broken, still under way) of the pushes that may not have seen the list."""
+) -> tuple[list[str], dict[str, int]]:
+    """Break leases that ran out. Gives them, and the pushes under way that have not read this list."""
     broken: list[str] = []
     give_up_s = time.monotonic() + wait_s
     while True:
         now_s = store.now_s()
-        waiting: list[str] = []
-        for stat in list(store.list_objects("pushes")):
+        waiting: dict[str, int] = {}
+        for stat in store.list_objects("pushes"):
             folder, number = stat.key.split("/")[1], names.number_in(stat.key)
             name = names.name_of_folder(folder)
             if name is None or number is None:
@@ -241,11 +244,11 @@ def _settle_pushes(
                 if break_lease(store, name, number):
                     broken.append(f"{name}@v{number}")
                 store.delete([stat.key])
-            elif _seen_epoch(store, stat.key) < epoch:
-                waiting.append(f"{name}@v{number}")
+            elif (seen := _seen_epoch(store, stat.key)) < epoch:
+                waiting[f"{name}@v{number}"] = seen
         if not waiting or time.monotonic() >= give_up_s:
             return broken, waiting
-        say(f"waiting for {len(waiting)} pushes that are under way: {', '.join(waiting[:4])}")
+        say(f"waiting for {len(waiting)} pushes that are under way: {', '.join(list(waiting)[:4])}")
         time.sleep(min(5.0, max(0.1, give_up_s - time.monotonic())))
 
 
@@ -257,15 +260,14 @@ def _seen_epoch(store: Store, key: str) -> int:
     return lease.epoch
 
 
-def _finish(store: Store, needs: _Needs, *, grace_s: float) -> list[str]:
+def _finish(store: Store, needs: _Needs, ready: set[str], *, grace_s: float) -> list[str]:
     deleted: list[str] = []
-    open_lists = [(key, c) for key, c in collections(store) if c.state == "condemned"]
-    if not open_lists:
+    if not ready:
         return deleted
     needed = needs.now(now_s=store.now_s(), grace_s=grace_s)
     # Read again after the needs: a list that another collector has finished may hold what a new push now counts on.
     for key, collection in collections(store):
-        if collection.state != "condemned" or all(key != known for known, _ in open_lists):
+        if collection.state != "condemned" or key not in ready:
             continue
         gone = [object_key for object_key in collection.keys if object_key not in needed]
         store.delete(gone)

@@ -2,8 +2,8 @@
 
 A part has the final size from the start (so a full disk is met before the first byte) and a name made of the
 content's identity. Nothing is believed about what an earlier run left in it: regions that hold data are hashed, and a
-chunk counts as there only where it is right. Two processes that fill the same part write the same verified bytes to the same places;
-no lock is needed for that to be right, and the first rename wins.
+chunk counts as there only where it is right. Two processes that fill the same part write the same verified bytes to the
+same places; no lock is needed for that to be right, and the first rename wins.
 """
 
 from __future__ import annotations

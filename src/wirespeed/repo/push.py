@@ -255,7 +255,7 @@ def _read_all(uploader: Uploader, path: Path, *, is_as_is: bool, progress: Calla
             chunks=tuple(table.index(future.result()) for future in file.digests),
             is_executable=file.is_executable,
             tensors=file.tensors,
-        )  # fmt: skip
+        )
         for file in made
     )
     return Manifest(objects=table.objects(), chunks=table.chunks(), files=entries, folders=tuple(empty))

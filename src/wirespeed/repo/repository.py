@@ -206,7 +206,7 @@ class Repository:
                     size_bytes=file.size_bytes,
                     new_bytes=new_bytes,
                     tensors=() if earlier is None else _changed_tensors(first, earlier, second, file),
-                )  # fmt: skip
+                )
             )
         changes += [
             FileChange(path=path, change="removed", size_bytes=file.size_bytes, new_bytes=0)

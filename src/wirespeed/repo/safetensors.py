@@ -54,7 +54,7 @@ def head_bytes(start: bytes, *, size_bytes: int, source: str) -> int:
 def parse_head(content: bytes | memoryview, *, size_bytes: int, source: str) -> Head:
     """Read a head of ``content`` (length field included) of a file of ``size_bytes``. Raises DataError."""
     try:
-        fields: dict[str, Any] = msgspec.json.decode(bytes(content[8:]).rstrip(b" \0"))
+        fields = msgspec.json.decode(bytes(content[8:]).rstrip(b" \0"), type=dict[str, Any])
         metadata = msgspec.convert(fields.pop("__metadata__", {}), dict[str, str])
         entries = msgspec.convert(fields, dict[str, _Entry])
     except (msgspec.MsgspecError, AttributeError, RecursionError) as fault:

@@ -15,7 +15,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,9 +34,13 @@ OPERATION_TIMEOUT_S = 120.0
 STALL_TIMEOUT_S = 30.0
 RETRY_TIMEOUT_S = 60.0
 RENEWAL_TIMEOUT_S = 10.0
+MAX_ATTEMPTS = 5
 _NO_SPACE = re.compile(r"os error 28|No space left|QuotaExceeded|no writable volumes", re.IGNORECASE)
 _REFUSED = re.compile(
-    r"\b40[13] (Forbidden|Unauthorized)|ExpiredToken|TokenExpired|InvalidAccessKeyId|SignatureDoesNotMatch|os error 13\b"
+    r"\b40[13] (Forbidden|Unauthorized)|ExpiredToken|TokenExpired|InvalidAccessKeyId|SignatureDoesNot|os error 13\b"
+)
+_PASSING = re.compile(
+    r"HTTP error|body error|Connection|timed out|50[0234] |SlowDown|ConditionalRequestConflict", re.IGNORECASE
 )
 _T = TypeVar("_T")
 
@@ -80,12 +84,14 @@ class Store:
 
         return self._try(f"read {self._at(key)}", read)
 
-    def get_range(self, key: str, start: int, length: int) -> memoryview:
-        """``length`` bytes from ``start``. Raises DataError where the object ends before."""
+    def get_range(self, key: str, start: int, length: int, *, whole_bytes: int | None = None) -> memoryview:
+        """``length`` bytes from ``start`` of an object of ``whole_bytes``. Raises DataError where it ends before."""
         import obstore
 
         def read() -> memoryview:
-            # A store that ignores ranges would send the whole object: what comes is checked, not assumed.
+            if start == 0 and length == whole_bytes:
+                # Some servers answer a range of everything as if none had been asked for, which obstore refuses.
+                return memoryview(obstore.get(self.raw, key).bytes())
             return memoryview(obstore.get_range(self.raw, key, start=start, length=length))
 
         found = self._try(f"read {self._at(key)}", read)
@@ -120,7 +126,10 @@ class Store:
 
         if self._try(f"create {self._at(key)}", write):
             return True
-        return bytes(self.get(key, max_bytes=64 * 1024**2)) == content
+        try:
+            return bytes(self.get(key, max_bytes=64 * 1024**2)) == content
+        except ObjectMissing:  # it stood there, and was taken away since
+            return False
 
     def stat(self, key: str) -> Stat | None:
         """Size and time of an object, or None where there is none."""
@@ -132,16 +141,14 @@ class Store:
             return None
         return _stat(found)
 
-    def list_objects(self, prefix: str) -> Iterator[Stat]:
+    def list_objects(self, prefix: str) -> list[Stat]:
         """All objects below a prefix, in no promised order."""
         import obstore
 
-        stream = self._try(f"list {self._at(prefix)}", lambda: obstore.list(self.raw, prefix, chunk_size=1000))
-        while True:
-            page = self._try(f"list {self._at(prefix)}", lambda: next(stream, None))
-            if page is None:
-                return
-            yield from map(_stat, page)
+        def read() -> list[Stat]:
+            return [_stat(found) for page in obstore.list(self.raw, prefix, chunk_size=1000) for found in page]
+
+        return self._try(f"list {self._at(prefix)}", read)
 
     def list_folders(self, prefix: str) -> list[str]:
         """The last parts of the folders directly below a prefix, sorted."""
@@ -194,7 +201,8 @@ class Store:
         from obstore import exceptions as faults
 
         give_up_s = time.monotonic() + RETRY_TIMEOUT_S
-        while True:
+        pause_s = 0.1
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
             used = None if self._credentials is None else self._credentials.key()
             try:
                 answer = attempt()
@@ -202,6 +210,11 @@ class Store:
                 raise ObjectMissing(f"cannot {what}: it is not there") from fault
             except (faults.BaseError, OSError, NotImplementedError) as fault:
                 if not _is_refusal(fault):
+                    # obstore does not repeat what it cannot know to be idempotent; all that comes here is.
+                    if attempts_left and _PASSING.search(str(fault)) is not None and time.monotonic() < give_up_s:
+                        time.sleep(pause_s)
+                        pause_s *= 3
+                        continue
                     raise self._failure(what, fault) from fault
                 if self._credentials is not None and used is not None and time.monotonic() < give_up_s:
                     # A credential that never worked is not waited for; one that expired is about to be renewed.
@@ -215,6 +228,7 @@ class Store:
                 ) from fault
             self._has_answered = True
             return answer
+        raise PeerFailure(f"cannot {what}: refused with every credential that was tried", hint=_CREDENTIAL_HINT)
 
     def _failure(self, what: str, fault: BaseException) -> MissingCapability | PeerFailure:
         text = str(fault)
