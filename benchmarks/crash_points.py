@@ -294,11 +294,8 @@ def main() -> int:
         for scenario in scenarios(root / "models"):
             found = run_scenario(scenario, root, contents, every=8 if options.quick else 1, url=url)
             results[scenario.name] = found
-            print(
             counts = f"{found['effects']} effects, {found['died']} deaths of {found['places']}"
             print(f"{scenario.name}: {counts}, {len(found['failures'])} failures", file=sys.stderr)
-                file=sys.stderr,
-            )
             for failure in found["failures"][:3]:
                 print(f"  {failure}", file=sys.stderr)
     bars = [

@@ -57,7 +57,8 @@ class Raw:
         self.model = model
         self.size = model.stat().st_size
         self.s3 = boto3.client(
-            "s3", endpoint_url=store.endpoint, aws_access_key_id=store.access_key, aws_secret_access_key=store.secret_key,
+            "s3", endpoint_url=store.endpoint, aws_access_key_id=store.access_key,
+            aws_secret_access_key=store.secret_key,
             region_name="us-east-1",
             config=Config(
                 s3={"addressing_style": "path"}, request_checksum_calculation="when_required",
