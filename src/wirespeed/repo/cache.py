@@ -31,6 +31,7 @@ from wirespeed.repo.manifest import FileEntry, Manifest
 from wirespeed.repo.parts import Part, disk_fault, free_bytes
 
 STALE_PART_S = 24 * 3600.0
+STALE_MANIFEST_S = 30 * 24 * 3600.0
 _SHARED_MODE = 0o2775
 
 
@@ -182,7 +183,7 @@ class Cache:
         files = sorted(self._files(), key=lambda item: item[2])
         used = sum(size for _, size, _ in files)
         goal = self.limit_bytes - needed_bytes
-        self._drop_stale_parts()
+        self._drop_stale()
         for content_id, size, _ in files:
             if used <= goal and free_bytes(self.folder) >= needed_bytes:
                 break
@@ -222,10 +223,14 @@ class Cache:
             with contextlib.suppress(OSError):
                 gone.unlink()
 
-    def _drop_stale_parts(self) -> None:
+    def _drop_stale(self) -> None:
         for path in self.folder.glob("parts/*"):
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < time.time() - STALE_PART_S:
+                    path.unlink()
+        for path in self.folder.glob("manifests/*"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < time.time() - STALE_MANIFEST_S:
                     path.unlink()
 
     def _make(self, folder: Path) -> Path:

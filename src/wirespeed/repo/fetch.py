@@ -85,10 +85,11 @@ class Source:
         place = self._local.get(chunk.digest)
         if place is not None:
             content = _pread(place, chunk.length)
-            if content is not None and self._is_right(chunk, content):
-                self.counts.add(local_bytes=chunk.length)
-                return content
-            self.counts.add(num_damaged=1)
+            if content is not None:  # None: evicted or replaced since the index was made
+                if self._is_right(chunk, content):
+                    self.counts.add(local_bytes=chunk.length)
+                    return content
+                self.counts.add(num_damaged=1)
         if self._hot is not None and chunk.length <= MAX_VALUE_BYTES:
             value = self._hot.get(chunk.digest)
             if value is not None:

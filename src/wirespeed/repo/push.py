@@ -24,7 +24,7 @@ from wirespeed.repo.fetch import Source
 from wirespeed.repo.manifest import FileEntry, Manifest, Tensor, encode
 from wirespeed.repo.store import ObjectMissing, Store
 from wirespeed.repo.upload import Base, Sent, Table, Uploader
-from wirespeed.repo.versions import LEASE_S, Claim, Version, live_versions, now_text
+from wirespeed.repo.versions import LEASE_S, Claim, Version, newest, now_text
 
 NUM_WORKERS = 6
 IN_FLIGHT_BYTES = 96 * 1024**2
@@ -153,7 +153,7 @@ def _uploader(
         source = Source(store, manifest, label=parent.label) if source_of is None else source_of(parent, manifest)
         base = Base(manifest=manifest, source=source, by_key=index_tensors(manifest))
     siblings = []
-    for version in live_versions(store, name)[-NUM_SIBLINGS:]:
+    for version in newest(store, name, NUM_SIBLINGS):
         if parent is None or version.number != parent.number or version.name != parent.name:
             try:
                 siblings.append(read_manifest(version))

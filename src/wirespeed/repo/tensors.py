@@ -31,7 +31,7 @@ from wirespeed.repo.push import Pushed, commit, index_tensors, report
 from wirespeed.repo.repository import Repository
 from wirespeed.repo.safetensors import build_head, parse_head
 from wirespeed.repo.upload import Base, Table, Uploader
-from wirespeed.repo.versions import Claim, Version, live_versions
+from wirespeed.repo.versions import Claim, Version, newest
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -264,7 +264,7 @@ def make_uploader(repository: Repository, view: gc.View, name: str, parent: Vers
     if parent is not None:
         manifest = repository.manifest(parent)
         base = Base(manifest=manifest, source=repository.source(parent, manifest), by_key=index_tensors(manifest))
-    siblings = tuple(repository.manifest(version) for version in live_versions(repository.store, name)[-2:])
+    siblings = tuple(repository.manifest(version) for version in newest(repository.store, name, 2))
     return Uploader(repository.store, view, base=base, siblings=siblings)
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from wirespeed.errors import DataError, PeerFailure, UsageError
+from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
 from wirespeed.repo import names
 from wirespeed.repo.names import Wanted
 from wirespeed.repo.store import ObjectMissing, Store
@@ -121,13 +121,16 @@ def live_versions(store: Store, name: str) -> list[Version]:
     return [version for version in found if version is not None and version.state == "live"]
 
 
-def newest(store: Store, name: str) -> Version | None:
-    """The live version of the highest number, or None."""
+def newest(store: Store, name: str, count: int = 1) -> list[Version]:
+    """The live versions of the highest numbers, newest first; no more records are read than that takes."""
+    found: list[Version] = []
     for number in reversed(list_numbers(store, name)):
+        if len(found) == count:
+            break
         version = read_version(store, name, number)
         if version is not None and version.state == "live":
-            return version
-    return None
+            found.append(version)
+    return found
 
 
 def list_models(store: Store) -> list[str]:
@@ -150,10 +153,10 @@ def resolve(store: Store, wanted: Wanted) -> Version:
             )
         number = entry.number
     if number is None:
-        version = newest(store, wanted.name)
-        if version is None:
+        latest = newest(store, wanted.name)
+        if not latest:
             raise UsageError(f"there is no version of {wanted.name} in {store.url}", hint=_others(store))
-        return version
+        return latest[0]
     version = None if number not in list_numbers(store, wanted.name) else read_version(store, wanted.name, number)
     if version is None or version.state == "broken":
         raise UsageError(
@@ -166,7 +169,7 @@ def resolve(store: Store, wanted: Wanted) -> Version:
 
 def _others(store: Store, name: str | None = None) -> str:
     if name is not None:
-        numbers = [f"v{version.number}" for version in live_versions(store, name)[-8:]]
+        numbers = [f"v{version.number}" for version in reversed(newest(store, name, 8))]
         if numbers:
             return f"there are {', '.join(numbers)}"
     models = list_models(store)[:8]
@@ -192,7 +195,12 @@ class Claim:
         return self
 
     def __exit__(self, kind: object, fault: object, trace: object) -> None:
-        self.end()
+        try:
+            self.end()
+        except WirespeedError:
+            # What ended the push is what has to be told; a lease that stays runs out by itself.
+            if fault is None:
+                raise
 
     def _take(self) -> int:
         number = 0
