@@ -128,7 +128,13 @@ def test_a_collection_that_was_killed_between_its_phases_is_finished_by_the_next
     assert not gc.view(store).condemned
 
 
+def skip_if_not_consistent(store: Store) -> None:
+    if not store.can_create:
+        pytest.skip("rclone removes a folder that became empty while another request writes into it")
+
+
 def test_two_collections_at_the_same_time_do_no_harm(any_repository: Repository, tmp_path: Path) -> None:
+    skip_if_not_consistent(any_repository.store)
     from test_repo_versions import at_once
 
     folder = make_model(tmp_path / "m")
@@ -145,6 +151,7 @@ def test_two_collections_at_the_same_time_do_no_harm(any_repository: Repository,
 def test_pushes_and_collections_at_the_same_time_leave_only_whole_versions(
     any_repository: Repository, tmp_path: Path
 ) -> None:
+    skip_if_not_consistent(any_repository.store)
     from test_repo_versions import at_once
 
     folders = [make_model(tmp_path / f"m{at}", steps=at % 2) for at in range(3)]

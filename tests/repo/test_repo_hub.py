@@ -138,7 +138,7 @@ def test_a_model_loads_offline_through_it(server: HubServer, repository: Reposit
     make = (
         "import torch, transformers as t\n"
         "torch.manual_seed(0)\n"
-        "m = t.GPT2LMHeadModel(t.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16))\n"
+        "m = t.GPT2LMHeadModel(t.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16)).eval()\n"
         f"m.save_pretrained({str(tmp_path / 'm')!r})\n"
         "print(float(m(torch.arange(8)[None]).logits.double().sum()))\n"
     )

@@ -19,7 +19,7 @@ from wirespeed.repo.repository import Repository  # noqa: E402
 from wirespeed.repo.store import Store  # noqa: E402
 from wirespeed.repo.tensors import file_system_of, load, save  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ def test_only_what_is_asked_for_is_read(repository: Repository, tmp_path: Path) 
     save(tensors, "m", repo=repository)
     reads: list[int] = []
     real = repository.store.get_range
-    repository.store.get_range = lambda key, start, length: reads.append(length) or real(key, start, length)  # type: ignore[method-assign, func-returns-value]
+    repository.store.get_range = lambda key, start, length, **options: reads.append(length) or real(key, start, length)  # type: ignore[method-assign, func-returns-value]
     found = load("m", repo=repository, way="memory", only=lambda name: name == "w4")
     assert list(found) == ["w4"]
     assert torch.equal(found["w4"], tensors["w4"])

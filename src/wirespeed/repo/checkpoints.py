@@ -14,7 +14,6 @@ where torch's restricted unpickler accepts it.
 from __future__ import annotations
 
 import io
-import json
 import math
 import threading
 import time
@@ -24,7 +23,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -41,6 +39,7 @@ from torch.futures import Future
 
 from wirespeed.errors import DataError, UsageError, WirespeedError
 from wirespeed.repo import gc, versions
+from wirespeed.repo.checkpoint_plan import Where, decode_plan, dtype_of, encode_plan
 from wirespeed.repo.manifest import FileEntry, Manifest, Tensor
 from wirespeed.repo.push import Pushed, commit
 from wirespeed.repo.repository import Repository
@@ -48,7 +47,6 @@ from wirespeed.repo.tensors import NAMES, bytes_of, make_uploader, save, spans
 from wirespeed.repo.upload import Stored, Table, Uploader
 
 PLAN_FILE = "dcp.json"
-SCHEMA = 1
 
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,14 +61,6 @@ class _Item(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
-class _Where(msgspec.Struct, frozen=True):
-    """Where an item lies: file, offset, bytes."""
-
-    file: str
-    offset: int
-    num_bytes: int
-
-
 class RepoWriter(StorageWriter):
     """Saves one checkpoint as the next version of ``name``. ``version`` says which, after the save."""
 
@@ -79,7 +69,7 @@ class RepoWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self.version: versions.Version | None = None
-        self._repository = repo if isinstance(repo, Repository) else Repository.open(repo)
+        self._repository = repo if isinstance(repo, Repository) else Repository.open(repo, must_exist=False)
         self._name = name
         self._parent = parent
         self._message = message
@@ -156,14 +146,14 @@ class RepoWriter(StorageWriter):
                 item: _Item = result.storage_data
                 known |= {stored.digest: stored for stored in item.stored}
                 by_file.setdefault(item.file, []).append((result.index, item))
-            where: list[tuple[MetadataIndex, _Where]] = []
+            where: list[tuple[MetadataIndex, Where]] = []
             rows: list[tuple[str, list[bytes], tuple[Tensor, ...], int]] = []
             for file, items in sorted(by_file.items()):
                 offset = 0
                 tensors: list[Tensor] = []
                 digests: list[bytes] = []
                 for index, item in items:
-                    where.append((index, _Where(file, offset, item.num_bytes)))
+                    where.append((index, Where(file, offset, item.num_bytes)))
                     tensors.append(Tensor(item.name, item.dtype, item.shape, offset, item.num_bytes))
                     digests += item.digests
                     offset += item.num_bytes
@@ -212,80 +202,6 @@ def _closure(uploader: Uploader, digests: Sequence[bytes]) -> list[Stored]:
     return list(found.values())
 
 
-def encode_plan(metadata: Metadata, where: Sequence[tuple[MetadataIndex, _Where]]) -> bytes:
-    """A checkpoint's metadata as JSON."""
-    tensors: dict[str, Any] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, dcp_metadata.TensorStorageMetadata):
-            tensors[name] = {
-                "dtype": _dtype_text(entry.properties.dtype),
-                "requires_grad": entry.properties.requires_grad,
-                "size": list(entry.size),
-                "chunks": [{"offsets": list(c.offsets), "sizes": list(c.sizes)} for c in entry.chunks],
-            }
-        else:
-            tensors[name] = None
-    document = {
-        "schema": SCHEMA,
-        "state": tensors,
-        "paths": {name: list(path) for name, path in (metadata.planner_data or {}).items()},
-        "where": [
-            {
-                "name": index.fqn,
-                "offset": None if index.offset is None else list(index.offset),
-                "index": index.index,
-                "at": [at.file, at.offset, at.num_bytes],
-            }
-            for index, at in where
-        ],
-    }
-    return json.dumps(document, separators=(",", ":")).encode()
-
-
-def decode_plan(content: bytes, *, source: str) -> Metadata:
-    """Back from JSON. Raises DataError."""
-    try:
-        document = json.loads(content)
-        if document["schema"] != SCHEMA:
-            raise DataError(f"{source} has schema {document['schema']}", expected=f"schema {SCHEMA}")
-        state: dict[str, Any] = {}
-        for name, entry in document["state"].items():
-            if entry is None:
-                state[name] = dcp_metadata.BytesStorageMetadata()
-                continue
-            state[name] = dcp_metadata.TensorStorageMetadata(
-                properties=dcp_metadata.TensorProperties(
-                    dtype=_dtype_of(entry["dtype"]), requires_grad=bool(entry["requires_grad"])
-                ),
-                size=torch.Size(entry["size"]),
-                chunks=[
-                    dcp_metadata.ChunkStorageMetadata(offsets=torch.Size(c["offsets"]), sizes=torch.Size(c["sizes"]))
-                    for c in entry["chunks"]
-                ],
-            )
-        where = {
-            MetadataIndex(w["name"], None if w["offset"] is None else torch.Size(w["offset"]), w["index"]): _Where(
-                str(w["at"][0]), int(w["at"][1]), int(w["at"][2])
-            )
-            for w in document["where"]
-        }
-        paths = {name: tuple(path) for name, path in document["paths"].items()}
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as fault:
-        raise DataError(f"{source} is damaged: {fault}", expected="the plan of a checkpoint") from fault
-    return Metadata(state_dict_metadata=state, planner_data=paths, storage_data=where)
-
-
-def _dtype_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype_of(text: str) -> torch.dtype:
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
-        raise DataError(f"the plan names dtype {text!r}", expected="one of torch's")
-    return found
-
-
 class RepoReader(StorageReader):
     """Reads a checkpoint that RepoWriter saved, on any number of ranks; each reads only chunks it needs."""
 
@@ -293,7 +209,7 @@ class RepoReader(StorageReader):
         super().__init__()
         self._repository = repo if isinstance(repo, Repository) else Repository.open(repo)
         self._open(wanted)
-        self._where: Mapping[MetadataIndex, _Where] = {}
+        self._where: Mapping[MetadataIndex, Where] = {}
 
     def _open(self, wanted: str) -> None:
         self.version = self._repository.version(wanted)
@@ -356,7 +272,7 @@ class RepoReader(StorageReader):
     def _tensors(self, planner: LoadPlanner, file: FileEntry, entry: Tensor, requests: Sequence[ReadItem]) -> None:
         from wirespeed.repo.tensors import DTYPES
 
-        dtype = DTYPES[entry.dtype] if entry.dtype in DTYPES else _dtype_of(entry.dtype.removeprefix("torch."))
+        dtype = DTYPES[entry.dtype] if entry.dtype in DTYPES else dtype_of(entry.dtype.removeprefix("torch."))
         first, last = 0, entry.shape[0] if entry.shape else 1
         if entry.shape:
             # Rows that nobody here asks for are not read.
@@ -419,7 +335,7 @@ class Saver:
         self, name: str, *, repo: Repository | str | None = None, every_s: float = 600.0, anchor_every: int = 8
     ) -> None:
         self.saved: list[Pushed] = []
-        self._repository = repo if isinstance(repo, Repository) else Repository.open(repo)
+        self._repository = repo if isinstance(repo, Repository) else Repository.open(repo, must_exist=False)
         self._name = name
         self._every_s = every_s
         self._anchor_every = anchor_every

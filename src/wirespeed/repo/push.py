@@ -304,7 +304,7 @@ def _read_file(
             room.take(piece.length)
             content = read(piece.offset, piece.length)
             hasher.update(content)
-            future = pool.submit(uploader.add, content, width=piece.width, key=piece.key)
+            future = pool.submit(uploader.add, content, width=piece.width, key=piece.key, ticket=uploader.ticket())
             num_bytes = piece.length
             future.add_done_callback(
                 lambda done, num_bytes=num_bytes: room.give(

@@ -227,7 +227,7 @@ def save(
     With ``parent`` (``v3``, an alias) changed tensors go as differences to it. Tensors that share one storage wholly
     are written once and restored under all names. Tensors may be on any device; they must not change meanwhile.
     """
-    repository = repo if isinstance(repo, Repository) else Repository.open(repo)
+    repository = repo if isinstance(repo, Repository) else Repository.open(repo, must_exist=False)
     kept, aliases = _untie(tensors)
     heads = [(key, NAMES[t.dtype], tuple(t.shape), t.numel() * t.element_size()) for key, t in kept.items()]
     head = build_head(heads, {**({} if metadata is None else metadata), **aliases})

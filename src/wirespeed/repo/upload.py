@@ -71,12 +71,34 @@ class Sent:
                 setattr(self, name, getattr(self, name) + value)
 
 
+class _Small:
+    """A small chunk, and what is to be told where it lies."""
+
+    def __init__(self, payload: memoryview | bytes, place: Callable[[ObjectRef, int], None]) -> None:
+        self.payload = payload
+        self.place = place
+
+
+class _Turn:
+    """The one time that a chunk says what it has for the packs."""
+
+    def __init__(self, uploader: Uploader, ticket: int) -> None:
+        self._uploader = uploader
+        self._ticket: int | None = ticket
+
+    def take(self, small: _Small | None) -> None:
+        """Say it. Later calls are ignored."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._uploader.put_in_order(ticket, small)
+
+
 class _Pack:
     """Small chunks on their way into one object. Its reference is known once it is full."""
 
     def __init__(self) -> None:
         self.content = bytearray()
-        self.waiting: list[Callable[[ObjectRef], None]] = []
+        self.waiting: list[tuple[Callable[[ObjectRef, int], None], int]] = []
 
 
 class Uploader:
@@ -104,6 +126,9 @@ class Uploader:
         self._known: dict[bytes, Stored] = {}
         self._in_flight: dict[bytes, threading.Event] = {}
         self._pack = _Pack()
+        self._num_tickets = 0
+        self._next_ticket = 0
+        self._by_ticket: dict[int, _Small | None] = {}
         for manifest in siblings if base is None else (base.manifest, *siblings):
             self._learn(manifest)
 
@@ -118,8 +143,44 @@ class Uploader:
             if is_fine:
                 self._known.setdefault(chunk.digest, _stored(manifest, chunk))
 
-    def add(self, content: memoryview, *, width: int = 1, key: tuple[str, int] | None = None) -> bytes:
+    def ticket(self) -> int:
+        """A place in the order of chunks, for one ``add``. Packs are filled in that order, whichever thread is first.
+
+        So the same files make the same packs, and what an interrupted push has uploaded is found again.
+        """
+        with self._lock:
+            self._num_tickets += 1
+            return self._num_tickets - 1
+
+    def add(
+        self, content: memoryview, *, width: int = 1, key: tuple[str, int] | None = None, ticket: int | None = None
+    ) -> bytes:
         """Have this chunk in the store, now or at ``finish``. Gives its digest."""
+        turn = _Turn(self, self.ticket() if ticket is None else ticket)
+        try:
+            return self._add(content, width, key, turn)
+        finally:
+            turn.take(None)
+
+    def put_in_order(self, ticket: int, small: _Small | None) -> None:
+        """What this ticket's chunk has for the packs, or nothing."""
+        full: list[_Pack] = []
+        with self._lock:
+            self._by_ticket[ticket] = small
+            while self._next_ticket in self._by_ticket:
+                found = self._by_ticket.pop(self._next_ticket)
+                self._next_ticket += 1
+                if found is None:
+                    continue
+                self._pack.waiting.append((found.place, len(self._pack.content)))
+                self._pack.content += found.payload
+                if len(self._pack.content) >= PACK_BYTES:
+                    full.append(self._pack)
+                    self._pack = _Pack()
+        for pack in full:
+            self._flush(pack)
+
+    def _add(self, content: memoryview, width: int, key: tuple[str, int] | None, turn: _Turn) -> bytes:
         from blake3 import blake3
 
         digest = blake3(content).digest()
@@ -133,9 +194,11 @@ class Uploader:
                 if other is None:
                     self._in_flight[digest] = threading.Event()
                     break
+            # The twin has its own turn; what waits for it here must not hold up those behind.
+            turn.take(None)
             other.wait(timeout=600)
         try:
-            self._store(digest, content, width, key)
+            self._store(digest, content, width, key, turn)
         finally:
             with self._lock:
                 self._in_flight.pop(digest).set()
@@ -144,12 +207,14 @@ class Uploader:
     def add_long(self, pool: Executor, content: memoryview, *, width: int = 1, name: str | None = None) -> list[bytes]:
         """Bytes of any length, such as those of the tensor ``name``, cut as its file would be. Gives the digests."""
 
-        def add(at: int) -> bytes:
-            return self.add(content[at : at + PIECE_BYTES], width=width, key=None if name is None else (name, at))
+        def add(at: int, ticket: int) -> bytes:
+            key = None if name is None else (name, at)
+            return self.add(content[at : at + PIECE_BYTES], width=width, key=key, ticket=ticket)
 
-        return list(pool.map(add, range(0, len(content), PIECE_BYTES)))
+        starts = range(0, len(content), PIECE_BYTES)
+        return list(pool.map(add, starts, [self.ticket() for _ in starts]))
 
-    def _store(self, digest: bytes, content: memoryview, width: int, key: tuple[str, int] | None) -> None:
+    def _store(self, digest: bytes, content: memoryview, width: int, key: tuple[str, int] | None, turn: _Turn) -> None:
         small, base = self._smaller(content, width, key)
         payload: memoryview | bytes = content if small is None else small.payload
         encoding: Encoding = "raw" if small is None else small.encoding
@@ -165,27 +230,21 @@ class Uploader:
         if base is not None:
             self.sent.add(delta_bytes=len(content), delta_payload_bytes=len(payload))
         if len(payload) >= OWN_OBJECT_BYTES:
+            # Those behind do not wait for an upload to end: they would pile up in memory.
+            turn.take(None)
             place(self._upload(payload, digest if small is None else None), 0)
             return
-        full: _Pack | None = None
         with self._lock:
-            pack = self._pack
-            offset = len(pack.content)
-            pack.content += payload
-            pack.waiting.append(lambda ref: place(ref, offset))
             # Known from here on, so that a twin is not packed twice; where it lies is told when the pack is full.
             self._known[digest] = Stored(
-                digest=digest, length=len(content), object=_PENDING, offset=offset, stored_bytes=len(payload)
+                digest=digest, length=len(content), object=_PENDING, offset=0, stored_bytes=len(payload)
             )
-            if len(pack.content) >= PACK_BYTES:
-                full, self._pack = pack, _Pack()
-        if full is not None:
-            self._flush(full)
+        turn.take(_Small(payload, place))
 
     def _flush(self, pack: _Pack) -> None:
         ref = self._upload(bytes(pack.content), None)
-        for place in pack.waiting:
-            place(ref)
+        for place, offset in pack.waiting:
+            place(ref, offset)
 
     def _smaller(
         self, content: memoryview, width: int, key: tuple[str, int] | None
