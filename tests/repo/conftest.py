@@ -57,7 +57,7 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     (data / "bucket").mkdir()
     port = free_port()
     process = subprocess.Popen(
-        [program, "serve", "s3", "--auth-key", "key,secret", "--addr", f"127.0.0.1:{port}", "--config", "/dev/null", "--dir-cache-time", "0s", str(data)],
+        [program, "serve", "s3", "--auth-key", "key,secret", "--addr", f"127.0.0.1:{port}", "--config", "/dev/null", str(data)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:

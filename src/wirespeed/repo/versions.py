@@ -218,14 +218,21 @@ class Claim:
         content = msgspec.json.encode(self._lease)
         if self.store.can_create:
             self._key = key
-            return self.store.create(key, content)
+            if not self.store.create(key, content):
+                return False
+            # Someone who looked before us may have claimed, committed and tidied up since: the number is used.
+            if self.store.stat(names.version_key(self.name, number)) is None:
+                return True
+            self.store.delete([key])
+            return False
         self._key = f"{key}.{self.push_id}"
         self.store.put(self._key, content)
         # Any other claim of this number, whoever was first: of two claimants at least the later writer sees both.
         others = [
             s for s in self.store.list_objects(names.pushes_prefix(self.name)) if names.number_in(s.key) == number
         ]
-        if len(others) == 1 and number not in list_numbers(self.store, self.name):
+        used = (names.version_key(self.name, number), names.broken_key(self.name, number))
+        if len(others) == 1 and all(self.store.stat(key) is None for key in used):
             return True
         self.store.delete([self._key])
         # Two that step back in the same way would meet again.
