@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from wirespeed.errors import DataError, WirespeedError
-from wirespeed.records import write_bytes
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.fetch import NUM_WORKERS, Place, Source
 from wirespeed.repo.manifest import FileEntry, Manifest
@@ -205,7 +204,7 @@ def pull_to_folder(
         name=version.name, number=version.number, manifest_digest=version.manifest_digest,
         files={file.path: _stamp(folder_path / file.path) for file in manifest.files},
     )  # fmt: skip
-    write_bytes(folder_path / MARKER, msgspec.json.encode(marker))
+    _write_marker(folder_path, marker)
     return _result(source, version, folder_path, kept)
 
 
@@ -265,6 +264,20 @@ def read_marker(folder: Path) -> Marker | None:
         return msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def _write_marker(folder: Path, marker: Marker) -> None:
+    temporary = folder / f"{PART_PREFIX}marker.{os.getpid()}.{threading.get_native_id()}"
+    try:
+        temporary.write_bytes(msgspec.json.encode(marker))
+        os.replace(temporary, folder / MARKER)
+    except FileNotFoundError:
+        # Another pull into this folder has tidied up what it took for a leftover; it writes the marker itself.
+        if read_marker(folder) is None:
+            temporary.write_bytes(msgspec.json.encode(marker))
+            os.replace(temporary, folder / MARKER)
+    except OSError as fault:
+        raise disk_fault(fault, folder) from fault
 
 
 def _tidy(folder: Path, manifest: Manifest, before: Marker | None) -> None:
