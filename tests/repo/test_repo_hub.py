@@ -132,6 +132,7 @@ def test_the_clients_own_verification_agrees(server: HubServer, repository: Repo
 
 
 @needs_hub
+@pytest.mark.slow
 def test_a_model_loads_offline_through_it(server: HubServer, repository: Repository, tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
