@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,33 +13,19 @@ import msgspec
 import typer
 
 from wirespeed import units
+from wirespeed.cli import repo_upkeep
 from wirespeed.cli.render import make_table, print_json, say, show, stderr_console
+from wirespeed.cli.repo_options import JsonOption, RepoOption, WantedArgument, open_repository, some_of
 from wirespeed.errors import UsageError
 
 if TYPE_CHECKING:
-    from wirespeed.repo.repository import Repository
-    from wirespeed.repo.versions import Version
+    pass
 
 app = typer.Typer(
     help="Push, pull and keep versions of models in an object store (S3, a folder, GCS, Azure).",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-
-_Repo = Annotated[
-    str | None,
-    typer.Option(
-        "--repo", "-r", envvar="WIRESPEED_REPO", help="s3://bucket/prefix, gs://, az:// or a folder.", metavar="URL"
-    ),
-]
-_Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-_Wanted = Annotated[str, typer.Argument(help="NAME, NAME@v12 or NAME@alias.", metavar="NAME[@V]")]
-
-
-def _open(repo: str | None, *, must_exist: bool = True) -> Repository:
-    from wirespeed.repo.repository import Repository
-
-    return Repository.open(repo, must_exist=must_exist)
 
 
 @contextmanager
@@ -86,8 +71,8 @@ def push(
         bool, typer.Option("--repair", help="Upload everything again: replaces damaged objects of this epoch.")
     ] = False,
     alias: Annotated[str | None, typer.Option("--alias", help="Point this alias at the new version.")] = None,
-    repo: _Repo = None,
-    as_json: _Json = False,
+    repo: RepoOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Make a folder or a file the next version of a model.
 
@@ -106,7 +91,7 @@ def push(
         from wirespeed.repo.names import check_alias
 
         check_alias(alias)
-    repository = _open(url if url is not None else repo, must_exist=False)
+    repository = open_repository(url if url is not None else repo, must_exist=False)
     started_s = time.perf_counter()
     with _progress("push") as progress, terminable():
         pushed = repository.push(
@@ -137,13 +122,13 @@ def push(
 
 @app.command("pull")
 def pull(
-    wanted: _Wanted,
+    wanted: WantedArgument,
     *,
     to: Annotated[
         Path | None, typer.Option("--to", "-o", help="A folder; default: the cache, by links.", metavar="DIR")
     ] = None,
-    repo: _Repo = None,
-    as_json: _Json = False,
+    repo: RepoOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Have a version on this machine, verified. Prints the folder that holds it.
 
@@ -158,7 +143,7 @@ def pull(
     """
     from wirespeed.cli.signals import terminable
 
-    repository = _open(repo)
+    repository = open_repository(repo)
     started_s = time.perf_counter()
     with _progress("pull") as progress, terminable():
         pulled = repository.pull(wanted, to=to, progress=progress)
@@ -181,8 +166,8 @@ def pull(
 def list_(
     name: Annotated[str | None, typer.Argument(help="A model; default: all of them.")] = None,
     *,
-    repo: _Repo = None,
-    as_json: _Json = False,
+    repo: RepoOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """List models, or the versions of one.
 
@@ -194,7 +179,7 @@ def list_(
     """
     from wirespeed.repo.aliases import list_aliases
 
-    repository = _open(repo)
+    repository = open_repository(repo)
     names = repository.models() if name is None else [name]
     found = {model: repository.versions(model) for model in names}
     if name is not None and not found[name]:
@@ -239,11 +224,11 @@ def list_(
 
 @app.command("show")
 def show_version(
-    wanted: _Wanted,
+    wanted: WantedArgument,
     *,
     tensors: Annotated[bool, typer.Option("--tensors", help="List tensors instead of files.")] = False,
-    repo: _Repo = None,
-    as_json: _Json = False,
+    repo: RepoOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Show what a version is made of.
 
@@ -253,7 +238,7 @@ def show_version(
 
       wirespeed repo show llama --tensors
     """
-    repository = _open(repo)
+    repository = open_repository(repo)
     version = repository.version(wanted)
     manifest = repository.manifest(version)
     used = {index for file in manifest.files for index in file.chunks}
@@ -301,8 +286,8 @@ def diff(
     old: Annotated[str, typer.Argument(help="NAME@V, the older.", metavar="OLD")],
     new: Annotated[str, typer.Argument(help="NAME@V, or only V of the same model.", metavar="NEW")],
     *,
-    repo: _Repo = None,
-    as_json: _Json = False,
+    repo: RepoOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Show what changed between two versions, by file and tensor. Exit code 1 where anything did.
 
@@ -310,7 +295,7 @@ def diff(
 
       wirespeed repo diff llama@v3 v4
     """
-    repository = _open(repo)
+    repository = open_repository(repo)
     second = new if "@" in new else f"{old.split('@')[0]}@{new}"
     changes = repository.diff(old, second)
     if as_json:
@@ -323,7 +308,7 @@ def diff(
         rows = [
             [
                 change.path, change.change, units.format_size(change.size_bytes), units.format_size(change.new_bytes),
-                _some(change.tensors),
+                some_of(change.tensors),
             ]
             for change in changes
         ]  # fmt: skip
@@ -331,257 +316,9 @@ def diff(
     return 1 if changes else 0
 
 
-def _some(items: tuple[str, ...]) -> str:
-    return ", ".join(items[:4]) + (f" and {len(items) - 4} more" if len(items) > 4 else "")
-
-
-@app.command("verify")
-def verify(
-    wanted: Annotated[
-        str | None, typer.Argument(help="NAME or NAME@V; default: all models.", metavar="[NAME[@V]]")
-    ] = None,
-    *,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", help="Check a pulled folder instead of the store.", metavar="DIR")
-    ] = None,
-    shallow: Annotated[
-        bool, typer.Option("--shallow", help="Only that objects are there and have their sizes.")
-    ] = False,
-    repo: _Repo = None,
-    as_json: _Json = False,
-) -> int:
-    """Read every byte of versions in the store (or of a pulled folder) and hold it against its hash.
-
-    Exit code 1 where something is missing or wrong.
-
-    Examples:
-
-      wirespeed repo verify llama
-
-      wirespeed repo verify llama@v3 --folder /srv/llama
-    """
-    from wirespeed.repo.pull import check_whole
-    from wirespeed.repo.repository import Problem
-
-    repository = _open(repo)
-    problems: list[Problem] = []
-    checked: list[str] = []
-    if folder is not None:
-        if wanted is None:
-            raise UsageError("got --folder without a version", expected="NAME@V that the folder holds")
-        version = repository.version(wanted)
-        wrong = check_whole(folder, repository.manifest(version))
-        checked.append(version.label)
-        if wrong:
-            what = f"{len(wrong)} files in {folder} are missing or wrong"
-            problems.append(Problem(version=version.label, problem=what, files=tuple(wrong)))
-    else:
-        exact = repository.version(wanted) if wanted is not None and "@" in wanted else None
-        models = repository.models() if wanted is None else [wanted.split("@")[0]]
-        for model in models:
-            number = None if exact is None else exact.number
-            for version, found in repository.verify(model, number=number, is_deep=not shallow):
-                checked.append(version.label)
-                problems += found
-                say(f"{version.label}: {'whole' if not found else f'{len(found)} problems'}")
-        if wanted is not None and not checked:
-            raise UsageError(f"there is no version of {wanted} in {repository.store.url}")
-    if as_json:
-        print_json({"checked": checked, "problems": problems})
-    elif problems:
-        show(make_table(["version", "problem<", "files<"], [[p.version, p.problem, _some(p.files)] for p in problems]))
-    else:
-        show(f"{len(checked)} versions are whole")
-    return 1 if problems else 0
-
-
-@app.command("rm")
-def remove(
-    wanted: Annotated[str, typer.Argument(help="NAME@v12.", metavar="NAME@V")],
-    *,
-    repo: _Repo = None,
-) -> int:
-    """Take a version out of sight. Its bytes go with a later `gc`, a day after at the earliest.
-
-    Example:
-
-      wirespeed repo rm llama@v3
-    """
-    from wirespeed.repo.names import parse_wanted
-    from wirespeed.repo.versions import remove as take_away
-
-    if parse_wanted(wanted).number is None:
-        raise UsageError(f"got {wanted!r}", expected="a version by its number, such as llama@v3")
-    repository = _open(repo)
-    version: Version = repository.version(wanted)
-    take_away(repository.store, version)
-    say(f"removed {version.label}; `wirespeed repo gc` gives its bytes back, a day from now at the earliest")
-    return 0
-
-
-@app.command("gc")
-def collect(
-    *,
-    grace: Annotated[str, typer.Option("--grace", help="Leave alone what is younger.", metavar="DURATION")] = "24h",
-    lease: Annotated[
-        str, typer.Option("--lease", help="A push that gave no sign for so long is dead.", metavar="DURATION")
-    ] = "1h",
-    wait: Annotated[
-        str, typer.Option("--wait", help="Wait so long for pushes that are under way.", metavar="DURATION")
-    ] = "0s",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    repo: _Repo = None,
-    as_json: _Json = False,
-) -> int:
-    """Delete objects that no version needs. Safe beside pushes, pulls and other collectors.
-
-    Examples:
-
-      wirespeed repo gc --dry-run
-
-      wirespeed repo gc --wait 10m
-    """
-    from wirespeed.repo.gc import collect as run
-
-    repository = _open(repo)
-    outcome = run(
-        repository.store, grace_s=units.parse_duration(grace), lease_s=units.parse_duration(lease),
-        wait_s=units.parse_duration(wait), is_dry_run=dry_run, say=say,
-    )  # fmt: skip
-    if as_json:
-        print_json(outcome)
-        return 0
-    if dry_run:
-        show(
-            f"{outcome.num_condemned} objects of {units.format_size(outcome.num_condemned_bytes)} would go; "
-            f"{outcome.num_needed} are needed"
-        )
-        return 0
-    show(
-        f"deleted {outcome.num_deleted} objects of {units.format_size(outcome.num_deleted_bytes)}; "
-        f"{outcome.num_needed} are needed"
-    )
-    if outcome.broken:
-        show(f"pushes that were dead: {', '.join(outcome.broken)}")
-    if outcome.waiting_for:
-        show(
-            f"{outcome.num_condemned} objects of {units.format_size(outcome.num_condemned_bytes)} wait for pushes that "
-            f"are under way ({_some(outcome.waiting_for)}): run gc again when they have ended, or with --wait"
-        )
-    return 0
-
-
-@app.command("alias")
-def alias(
-    name: Annotated[str, typer.Argument(help="The model.")],
-    alias: Annotated[str | None, typer.Argument(help="The alias, such as prod; default: list them.")] = None,
-    version: Annotated[str | None, typer.Argument(help="Where it is to point, such as v12 or another alias.")] = None,
-    *,
-    expect: Annotated[str | None, typer.Option("--expect", help="Only where it points here now.", metavar="V")] = None,
-    history: Annotated[bool, typer.Option("--history", help="Show where it pointed before.")] = False,
-    rollback: Annotated[bool, typer.Option("--rollback", help="Back to where it pointed before.")] = False,
-    delete: Annotated[bool, typer.Option("--delete", help="Take the alias away.")] = False,
-    message: Annotated[str, typer.Option("--message", "-m", help="A line about this change.")] = "",
-    repo: _Repo = None,
-    as_json: _Json = False,
-) -> int:
-    """Show or set aliases: names that point at a version, changed as one step, with history.
-
-    Examples:
-
-      wirespeed repo alias llama prod v12
-
-      wirespeed repo alias llama prod --rollback
-
-      wirespeed repo alias llama prod --history
-    """
-    from wirespeed.repo import aliases
-    from wirespeed.repo.names import parse_version
-
-    repository = _open(repo)
-    store = repository.store
-    if sum((version is not None, history, rollback, delete)) > 1:
-        raise UsageError("got more than one of VERSION, --history, --rollback and --delete", expected="one")
-    if alias is None:
-        if history or rollback or delete:
-            raise UsageError("got no alias", expected="the alias, such as prod")
-        entries = aliases.list_aliases(store, name)
-    elif history or (version is None and not rollback and not delete):
-        entries = aliases.history(store, name, alias)
-        if not entries:
-            raise UsageError(f"{name} has no alias {alias!r}", hint=f"`wirespeed repo alias {name}` lists its aliases")
-        entries = entries if history else entries[:1]
-    else:
-        expected = None if expect is None else parse_version(name, expect).number
-        if rollback:
-            entry = aliases.rollback(store, name, alias)
-        else:
-            number = None if delete or version is None else repository.version(parse_version(name, version)).number
-            entry = aliases.set_alias(store, name, alias, number, expect=expected, message=message)
-        say(f"{name}@{alias} now points at {'nothing' if entry.number is None else f'v{entry.number}'}")
-        entries = [entry]
-    if as_json:
-        print_json({"name": name, "entries": entries})
-    elif alias is None or history or (version is None and not rollback and not delete):
-        rows = [
-            [e.alias, "-" if e.number is None else f"v{e.number}", e.created.replace("+00:00", "Z"), e.who, e.message]
-            for e in entries
-        ]
-        show(make_table(["alias", "version", "set", "by<", "message<"], rows))
-    return 0
-
-
-@app.command("hub")
-def hub(
-    *,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; beyond loopback WIRESPEED_TOKEN is needed.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port; 0 takes a free one.", min=0, max=65535)] = 8765,
-    repo: _Repo = None,
-) -> int:
-    """Serve models to Hugging Face clients until interrupted: set HF_ENDPOINT to the address it prints.
-
-    Example:
-
-      wirespeed repo hub -r s3://bucket/models --port 8765
-    """
-    from wirespeed.cli.signals import terminable
-    from wirespeed.repo.hub import HubServer
-
-    token = os.environ.get("WIRESPEED_TOKEN") or None
-    try:
-        server = HubServer(_open(repo), host=host, port=port, token=token)
-    except OSError as fault:
-        raise UsageError(f"cannot listen on {host}:{port}: {fault.strerror}", hint="choose another --port") from fault
-    with server, terminable():
-        show(f"HF_ENDPOINT={server.endpoint}")
-        sys.stdout.flush()
-        server.serve_forever(poll_interval=0.2)
-    return 0
-
-
-@app.command("dev-store")
-def dev_store(
-    *,
-    data: Annotated[Path, typer.Option("--data", help="Where its data goes.", metavar="DIR")] = Path("dev-store"),
-    bucket: Annotated[str, typer.Option("--bucket", help="The bucket to make.")] = "models",
-) -> int:
-    """Run a real S3 server (SeaweedFS) on loopback until interrupted, for trying things out.
-
-    Prints what a shell needs to use it. Its keys are new each time.
-
-    Example:
-
-      wirespeed repo dev-store --data /tmp/s3
-    """
-    from wirespeed.cli.signals import terminable
-    from wirespeed.repo.devstore import dev_store as run
-
-    with terminable(), run(data.absolute(), bucket=bucket) as store:
-        for key, value in {**store.environment, "WIRESPEED_REPO": store.url}.items():
-            sys.stdout.write(f"export {key}={value}\n")
-        sys.stdout.flush()
-        say("running; Ctrl-C ends it")
-        while True:
-            time.sleep(3600)
+app.command("verify")(repo_upkeep.verify)
+app.command("rm")(repo_upkeep.remove)
+app.command("gc")(repo_upkeep.collect)
+app.command("alias")(repo_upkeep.alias)
+app.command("hub")(repo_upkeep.hub)
+app.command("dev-store")(repo_upkeep.dev_store)
