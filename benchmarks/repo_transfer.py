@@ -136,7 +136,11 @@ def rates(runs: dict[str, Runs], size: int) -> dict[str, float]:
 
 def peak_of(code: str) -> int:
     """Peak resident bytes of a Python process that runs this, less those of one that only imports what it does."""
-    report = "\nimport resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    # Not ru_maxrss: a child inherits that of the process that started it.
+    report = (
+        "\nfrom pathlib import Path\n"
+        "print(int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]) * 1024)"
+    )
     peaks = [
         int(
             subprocess.run(
