@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import bench, doctor, doctor_hosts, doctor_logs, fabric, lab, launch, plan, report, serve, tune
+from wirespeed.cli import bench, doctor, doctor_hosts, doctor_logs, fabric, lab, launch, plan, repo, report, serve, tune
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ doctor.app.command("path")(doctor_hosts.path_to)
 doctor.app.command("logs")(doctor_logs.logs)
 doctor.app.command("fabric")(doctor_logs.fabric)
 app.command("why")(doctor_logs.why)
+app.add_typer(repo.app, name="repo")
 app.command("report")(report.report)
 app.command("serve")(serve.serve)
 app.command("load")(serve.load)

@@ -1,0 +1,318 @@
+"""kill -9 at every effect of push, pull, delta, alias, gc and rm: what readers see, and whether the next run repairs.
+
+Each operation runs once to count its effects (requests to the store and calls that change files), then once per place
+to die: before and after every effect, and in the middle of file writes. After each death, without any repair:
+
+    every version that can be listed reads back bit for bit (a fresh reader, an empty cache);
+    a folder with a completeness marker, and every file in the cache, holds exactly what it should;
+    an alias points at its old or its new version;
+
+and then the same operation runs again to its end, and the same is checked of its outcome; an interrupted pull reads at
+most what was not yet whole, plus one chunk per stream. The store is a folder; with --s3 it is SeaweedFS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import wirespeed.repo.tensors  # noqa: F401 - loaded before forks
+from _crash_child import Injector
+from _harness import Bar, finish
+from wirespeed.errors import UsageError
+from wirespeed.repo import aliases, gc, pull, versions
+from wirespeed.repo.cache import Cache
+from wirespeed.repo.fetch import NUM_WORKERS
+from wirespeed.repo.repository import Repository
+from wirespeed.repo.safetensors import build_head
+from wirespeed.repo.store import open_store
+
+CHILD_TIMEOUT_S = 60
+
+
+class World:
+    """One state of store, cache and folders, made anew from a copy for every death."""
+
+    def __init__(self, root: Path, url: str | None) -> None:
+        self.root = root
+        self.url = url if url is not None else str(root / "store")
+
+    def repository(self, cache: str = "cache") -> Repository:
+        """Opened in the process that asks: a fork must not share the library's threads."""
+        return Repository(open_store(self.url), cache=Cache(self.root / cache))
+
+
+def model(folder: Path, step: int) -> dict[str, bytes]:
+    """A small model after a number of steps; written to the folder."""
+    tensors = []
+    content = []
+    for layer in range(2):
+        values = (np.random.default_rng(layer).standard_normal(700_000) * 0.02).astype(np.float32)
+        for at in range(step):
+            noise = np.random.default_rng(100 + at).standard_normal(values.size).astype(np.float32)
+            values += noise * np.float32(3e-7)
+        bits = values.view(np.uint32)
+        half = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        tensors.append((f"w{layer}", "BF16", (half.size,), half.nbytes))
+        content.append(half.tobytes())
+    files = {
+        "model.safetensors": build_head(tensors, {}) + b"".join(content),
+        "config.json": b'{"step": %d}' % step,
+        "sub/tokens.bin": np.random.default_rng(9 + step).integers(0, 256, 700_000, dtype=np.uint8).tobytes(),
+    }
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    return files
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and p.name != pull.MARKER
+    }
+
+
+def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
+    """Run in a forked process: (signal or 0, what it gave)."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        code = 1
+        try:
+            result = work()
+            with os.fdopen(write, "wb") as stream:
+                pickle.dump(result, stream)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(write)
+    signal.alarm(CHILD_TIMEOUT_S)
+    with os.fdopen(read, "rb") as stream:
+        content = stream.read()
+    _, status = os.waitpid(pid, 0)
+    signal.alarm(0)
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status), None
+    if os.WEXITSTATUS(status):
+        raise RuntimeError("the operation failed in its process")
+    return 0, pickle.loads(content)
+
+
+class Scenario:
+    """An operation with the state it starts from."""
+
+    def __init__(self, name: str, prepare: Callable[[World], None], act: Callable[[World], Any]) -> None:
+        self.name = name
+        self.prepare = prepare
+        self.act = act
+
+
+def scenarios(models: Path) -> list[Scenario]:
+    def nothing(world: World) -> None:
+        pass
+
+    def one(world: World) -> None:
+        world.repository("seed").push(models / "0", "m")
+
+    def two(world: World) -> None:
+        one(world)
+        world.repository("seed").push(models / "1", "m", parent="v1")
+        aliases.set_alias(world.repository().store, "m", "prod", 1)
+
+    def near(world: World) -> None:
+        two(world)
+        world.repository().pull("m@1")
+
+    def old_folder(world: World) -> None:
+        two(world)
+        world.repository("seed").pull("m@1", to=world.root / "out")
+
+    def garbage(world: World) -> None:
+        two(world)
+        repository = world.repository("seed")
+        repository.push(models / "2", "m")
+        versions.remove(repository.store, repository.version("m@3"))
+
+    def pull_cache(world: World) -> dict[str, int]:
+        found = world.repository().pull("m@2")
+        return {"store_bytes": found.store_bytes}
+
+    def pull_folder(world: World) -> dict[str, int]:
+        found = world.repository().pull("m@2", to=world.root / "out")
+        return {"store_bytes": found.store_bytes}
+
+    def remove(world: World) -> None:
+        repository = world.repository()
+        # A death after the write: the version is gone, and asking again says so.
+        with contextlib.suppress(UsageError):
+            versions.remove(repository.store, repository.version("m@2"))
+
+    return [
+        Scenario("push", nothing, lambda w: w.repository().push(models / "0", "m") and None),
+        Scenario("push a delta", one, lambda w: w.repository("seed").push(models / "1", "m", parent="v1") and None),
+        Scenario("pull to the cache", two, pull_cache),
+        Scenario("pull to a folder", two, pull_folder),
+        Scenario("apply a delta here", near, pull_cache),
+        Scenario("move a folder on", old_folder, pull_folder),
+        Scenario("alias", two, lambda w: aliases.set_alias(w.repository().store, "m", "prod", 2) and None),
+        Scenario("gc", garbage, lambda w: gc.collect(w.repository().store, grace_s=-5, lease_s=-5) and None),
+        Scenario("rm", garbage, remove),
+    ]
+
+
+def check_readers(world: World, contents: list[dict[str, bytes]]) -> None:
+    """No reader sees a wrong or a partial byte, whatever state the death left."""
+    shutil.rmtree(world.root / "reader", ignore_errors=True)
+    reader = world.repository("reader")
+    for version in reader.versions("m"):
+        found = tree(Path(reader.pull(version.label).folder))
+        if found not in contents:
+            raise AssertionError(f"{version.label} reads back as something that was never pushed")
+        shutil.rmtree(world.root / "reader")
+    prod = aliases.current(reader.store, "m", "prod")
+    if prod is not None and prod.number not in (1, 2):
+        raise AssertionError(f"prod points at v{prod.number}")
+    out = world.root / "out"
+    marker = pull.read_marker(out)
+    if marker is not None and tree(out) != contents[marker.number - 1]:
+        raise AssertionError(f"{out} says that it holds v{marker.number} and does not")
+    for path in out.rglob("*"):
+        # Whatever has a file's own name is that file whole, of the old version or of the new one.
+        relative = path.relative_to(out).as_posix()
+        is_named = path.is_file() and not path.name.startswith(".wirespeed")
+        if is_named and path.read_bytes() not in [content.get(relative) for content in contents]:
+            raise AssertionError(f"{path} is neither the old file nor the new one")
+    known = {data for content in contents for data in content.values()}
+    for path in (world.root / "cache").glob("files/*/*"):
+        if path.suffix != ".chunks" and not path.name.startswith(".") and path.read_bytes() not in known:
+            raise AssertionError(f"{path} in the cache is not whole")
+
+
+def dies(effects: list[str]) -> Iterator[tuple[int, str]]:
+    for index, name in enumerate(effects):
+        yield index, "before"
+        if name == "os.pwrite":
+            yield index, "half"
+    yield len(effects) - 1, "after"
+
+
+def _run(scenario: Scenario, world: World, at: tuple[int, str] | None) -> tuple[int, Any]:
+    def work() -> Any:
+        injector = Injector(at)
+        injector.install()
+        result = scenario.act(world)
+        return injector.effects, result
+
+    return in_child(work)
+
+
+@contextlib.contextmanager
+def fresh(root: Path, prepared: Path | None, scenario: Scenario, url: Callable[[], str] | None) -> Iterator[World]:
+    folder = Path(tempfile.mkdtemp(dir=root))
+    try:
+        if url is not None:
+            world = World(folder, url())
+            in_child(lambda: scenario.prepare(world))
+        else:
+            assert prepared is not None
+            shutil.rmtree(folder)
+            shutil.copytree(prepared, folder, symlinks=True)
+            world = World(folder, None)
+        yield world
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_scenario(
+    scenario: Scenario, root: Path, contents: list[dict[str, bytes]], *, every: int, url: Callable[[], str] | None
+) -> dict[str, Any]:
+    prepared = None
+    if url is None:
+        prepared = Path(tempfile.mkdtemp(dir=root))
+        in_child(lambda: scenario.prepare(World(prepared, None)))
+    with fresh(root, prepared, scenario, url) as world:
+        _, (effects, whole) = _run(scenario, world, None)
+    places = list(dies(effects))[::every]
+    num_died, failures, excess = 0, [], 0
+    stream_bytes = NUM_WORKERS * max(1_400_000, 700_000)
+    for at in places:
+        with fresh(root, prepared, scenario, url) as world:
+            try:
+                died, _ = _run(scenario, world, at)
+                num_died += died == signal.SIGKILL
+                in_child(lambda world=world: check_readers(world, contents))
+                _, (_, again) = _run(scenario, world, None)
+                in_child(lambda world=world: check_readers(world, contents))
+                if isinstance(whole, dict) and again["store_bytes"] > whole["store_bytes"] + stream_bytes:
+                    excess += 1
+            except (AssertionError, RuntimeError) as fault:
+                failures.append({"effect": effects[at[0]], "at": list(at), "problem": str(fault)})
+    return {"effects": len(effects), "places": len(places), "died": num_died, "failures": failures, "excess": excess}
+
+
+@contextlib.contextmanager
+def s3_server(folder: Path) -> Iterator[str]:
+    """A server started by another process: this one forks, and so must never start the store library's threads."""
+    command = [sys.executable, "-m", "wirespeed", "repo", "dev-store", "--data", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            found = dict(process.stdout.readline().strip().removeprefix("export ").split("=", 1) for _ in range(5))
+            os.environ.update(found)
+            yield found["WIRESPEED_REPO"]
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="print one line per bar, and exit 1 if one is short")
+    parser.add_argument("--quick", action="store_true", help="every eighth place only")
+    parser.add_argument("--s3", action="store_true", help="against SeaweedFS instead of a folder")
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wirespeed-crash-")))
+        contents = [model(root / "models" / str(step), step) for step in range(3)]
+        url = None
+        if options.s3:
+            prefix = stack.enter_context(s3_server(root / "s3"))
+            counter = iter(range(10**6))
+            url = lambda: f"{prefix}/{next(counter)}"  # noqa: E731
+        for scenario in scenarios(root / "models"):
+            found = run_scenario(scenario, root, contents, every=8 if options.quick else 1, url=url)
+            results[scenario.name] = found
+            counts = f"{found['effects']} effects, {found['died']} deaths of {found['places']}"
+            print(f"{scenario.name}: {counts}, {len(found['failures'])} failures", file=sys.stderr)
+            for failure in found["failures"][:3]:
+                print(f"  {failure}", file=sys.stderr)
+    bars = [
+        Bar("crash_points/deaths", sum(r["died"] for r in results.values()), 25 if options.quick else 200),
+        Bar("crash_points/failures", sum(len(r["failures"]) for r in results.values()), 0, at_least=False),
+        Bar("crash_points/read_again", sum(r["excess"] for r in results.values()), 0, at_least=False),
+    ]
+    name = "crash_points_s3" if options.s3 else "crash_points"
+    return finish(name, bars, results, check=options.check, is_quick=options.quick, out=options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

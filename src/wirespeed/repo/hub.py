@@ -1,0 +1,321 @@
+"""A read endpoint for Hugging Face clients: ``HF_ENDPOINT=http://node:port`` and they work unchanged.
+
+Models of the repository appear as ``org/name`` (or ``name``); a revision is an alias, ``v12``, a commit (the first 40
+digits of the manifest's BLAKE3) or ``main``: the alias of that name where there is one, else the newest version. Files
+come from the cache, chunk by chunk from the store where they are not there; ranges are honoured, so that downloads
+resume. Only reading; anything else is refused. Beyond loopback a token is needed, as ``Authorization: Bearer``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from wirespeed.errors import DataError, UsageError, WirespeedError
+from wirespeed.repo.fetch import Source
+from wirespeed.repo.manifest import FileEntry, Manifest
+from wirespeed.repo.names import Wanted, parse_version
+from wirespeed.repo.repository import Repository
+from wirespeed.repo.versions import Version
+
+MAX_OPEN_MODELS = 16
+IDLE_TIMEOUT_S = 60.0
+_RESOLVE = re.compile(r"/([^/]+(?:/[^/]+)?)/resolve/([^/]+)/(.+)")
+_API = re.compile(r"/api/models/([^/]+(?:/[^/]+)?)")
+_API_AT = re.compile(r"/api/models/([^/]+(?:/[^/]+)?)/(revision|tree|paths-info)/([^/]+)/?(.*)")
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+class _Open:
+    """A version with what is needed to read it."""
+
+    def __init__(self, version: Version, manifest: Manifest, source: Source) -> None:
+        self.version = version
+        self.manifest = manifest
+        self.source = source
+        self.commit = version.manifest_digest[:40]
+        self.files = {file.path: file for file in manifest.files}
+
+
+class _NotFound(Exception):  # noqa: N818
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class HubServer(ThreadingHTTPServer):
+    """Serves until ``shutdown``. Port 0 takes a free one."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(
+        self, repository: Repository, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+    ) -> None:
+        if host not in ("127.0.0.1", "::1", "localhost") and not token:
+            raise UsageError(
+                f"got address {host!r} without a token", expected="loopback, or a token", hint="set WIRESPEED_TOKEN"
+            )
+        self.repository = repository
+        self.token = token
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        super().__init__((host, port), _Handler)
+
+    @property
+    def endpoint(self) -> str:
+        """What HF_ENDPOINT has to be."""
+        return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
+
+    def open(self, name: str, revision: str) -> _Open:
+        """The version that a revision of a model means now."""
+        try:
+            version = self._resolve(name, revision)
+        except UsageError as fault:
+            code = "RevisionNotFound" if name in self.repository.models() else "RepoNotFound"
+            raise _NotFound(code, str(fault)) from fault
+        key = f"{version.label}/{version.manifest_digest}"
+        with self._lock:
+            if key in self._open:
+                self._open.move_to_end(key)
+                return self._open[key]
+        manifest = self.repository.manifest(version)
+        found = _Open(version, manifest, self.repository.source(version, manifest))
+        with self._lock:
+            self._open[key] = found
+            while len(self._open) > MAX_OPEN_MODELS:
+                self._open.popitem(last=False)
+        return found
+
+    def _resolve(self, name: str, revision: str) -> Version:
+        if re.fullmatch(r"[0-9a-f]{40}", revision):
+            for version in reversed(self.repository.versions(name)):
+                if version.manifest_digest.startswith(revision):
+                    return version
+            raise UsageError(f"{name} has no commit {revision}")
+        if revision in ("main", "refs/heads/main"):
+            try:
+                return self.repository.version(Wanted(name=name, alias="main"))
+            except UsageError:
+                return self.repository.version(Wanted(name=name))
+        return self.repository.version(parse_version(name, revision))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: HubServer
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_TIMEOUT_S
+    server_version = "wirespeed"
+    sys_version = ""
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library does not print
+        """Nothing."""
+
+    def do_HEAD(self) -> None:
+        """Headers of a file."""
+        self._answer(has_body=False)
+
+    def do_GET(self) -> None:
+        """A file, or what is known about a model."""
+        self._answer(has_body=True)
+
+    def do_POST(self) -> None:
+        """Only ``paths-info``, which asks about files."""
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length) if 0 <= length <= 1 << 20 else b""
+        if length > 1 << 20:
+            self.close_connection = True
+        self._answer(has_body=True, posted=body)
+
+    def _answer(self, *, has_body: bool, posted: bytes | None = None) -> None:
+        parts = urlsplit(self.path)
+        path = unquote(parts.path)
+        try:
+            if self.server.token is not None and not self._has_token():
+                self._error(HTTPStatus.UNAUTHORIZED, "GatedRepo", "a token is needed: Authorization: Bearer ...")
+            elif posted is None and (found := _RESOLVE.fullmatch(path)) is not None:
+                self._file(*found.groups(), has_body=has_body)
+            elif (at := _API_AT.fullmatch(path)) is not None:
+                self._about(*at.groups(), query=parse_qs(parts.query), posted=posted)
+            elif posted is None and (model := _API.fullmatch(path)) is not None:
+                self._json(self._info(self.server.open(model.group(1), "main")))
+            else:
+                self._error(HTTPStatus.NOT_FOUND, "EntryNotFound", f"nothing is served at {parts.path}")
+        except _NotFound as fault:
+            self._error(HTTPStatus.NOT_FOUND, fault.code, str(fault))
+        except WirespeedError as fault:
+            self._error(HTTPStatus.SERVICE_UNAVAILABLE, "", str(fault))
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+            self.close_connection = True
+
+    def _has_token(self) -> bool:
+        given = self.headers.get("Authorization", "")
+        return hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode())
+
+    def _file(self, name: str, revision: str, path: str, *, has_body: bool) -> None:
+        opened = self.server.open(name, revision)
+        file = opened.files.get(path)
+        if file is None:
+            raise _NotFound("EntryNotFound", f"{opened.version.label} has no file {path!r}")
+        etag = file_etag(opened.manifest, file)
+        span = self._span(file.size_bytes)
+        if span is None:
+            self.send_response(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+            self.send_header("Content-Range", f"bytes */{file.size_bytes}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        begin, end, is_part = span
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK)
+        if is_part:
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{file.size_bytes}")
+        self.send_header("Content-Length", str(end - begin))
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("ETag", f'"{etag}"')
+        self.send_header("X-Repo-Commit", opened.commit)
+        self.send_header("X-Linked-Size", str(file.size_bytes))
+        self.send_header("X-Linked-Etag", f'"{etag}"')
+        self.send_header("Content-Disposition", f"inline; filename*=UTF-8''{quote(path.rsplit('/', 1)[-1])}")
+        self.end_headers()
+        if has_body:
+            self._send(opened, file, begin, end)
+
+    def _span(self, size_bytes: int) -> tuple[int, int, bool] | None:
+        """(begin, end, whether it is a part) that is asked for; None where it cannot be given."""
+        wanted = self.headers.get("Range")
+        match = None if wanted is None else _RANGE.fullmatch(wanted.strip())
+        if match is None or match.groups() == ("", ""):
+            return 0, size_bytes, False
+        first, last = match.groups()
+        if first == "":
+            begin, end = max(0, size_bytes - int(last)), size_bytes
+        else:
+            begin = int(first)
+            end = min(int(last) + 1, size_bytes) if last else size_bytes
+        return (begin, end, True) if begin < end else None
+
+    def _send(self, opened: _Open, file: FileEntry, begin: int, end: int) -> None:
+        try:
+            for content in read_span(self.server.repository, opened.source, file, begin=begin, end=end):
+                self.wfile.write(content)
+        except WirespeedError:
+            # The head is sent: a short body is how the client learns of it, and it asks again.
+            self.close_connection = True
+
+    def _about(
+        self, name: str, what: str, revision: str, path: str, *, query: dict[str, list[str]], posted: bytes | None
+    ) -> None:
+        opened = self.server.open(name, revision)
+        if what == "revision":
+            self._json(self._info(opened))
+            return
+        if what == "paths-info":
+            wanted = _wanted_paths(posted or b"", self.headers.get("Content-Type", ""))
+            self._json([entry for entry in _tree(opened, "", is_recursive=True) if entry["path"] in wanted])
+            return
+        is_recursive = query.get("recursive", ["false"])[0].lower() in ("true", "1")
+        entries = _tree(opened, path.strip("/"), is_recursive=is_recursive)
+        if path.strip("/") and not entries:
+            raise _NotFound("EntryNotFound", f"{opened.version.label} has no folder {path!r}")
+        self._json(entries)
+
+    def _info(self, opened: _Open) -> dict[str, Any]:
+        name = opened.version.name
+        return {
+            "_id": opened.commit[:24], "id": name, "modelId": name, "sha": opened.commit, "private": False,
+            "disabled": False, "gated": False, "tags": [], "downloads": 0, "likes": 0,
+            "lastModified": opened.version.created.replace("+00:00", ".000Z"),
+            "createdAt": opened.version.created.replace("+00:00", ".000Z"),
+            "siblings": [{"rfilename": path} for path in opened.files],
+        }  # fmt: skip
+
+    def _json(self, document: object) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/json; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _error(self, status: HTTPStatus, code: str, text: str) -> None:
+        line = " ".join(text.split())[:500].encode("ascii", "replace").decode()
+        body = json.dumps({"error": text}).encode()
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", line)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def file_etag(manifest: Manifest, file: FileEntry) -> str:
+    """SHA-256 in hexadecimal, as the Hub gives for large files; the content's identity where that is unknown."""
+    return file.sha256.hex() if file.sha256 else manifest.content_id(file)
+
+
+def _tree(opened: _Open, folder: str, *, is_recursive: bool) -> list[dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = {}
+    prefix = f"{folder}/" if folder else ""
+    for path, file in opened.files.items():
+        if not path.startswith(prefix):
+            continue
+        rest = path[len(prefix) :]
+        if "/" in rest:
+            sub = prefix + rest.split("/", 1)[0]
+            oid = hashlib.blake2b(sub.encode(), digest_size=20).hexdigest()
+            entries.setdefault(sub, {"type": "directory", "path": sub, "oid": oid, "size": 0})
+        if "/" not in rest or is_recursive:
+            etag = file_etag(opened.manifest, file)
+            entries[path] = {
+                "type": "file", "path": path, "size": file.size_bytes, "oid": etag[:40],
+                "lfs": {"oid": etag, "size": file.size_bytes, "pointerSize": 134},
+            }  # fmt: skip
+    return list(entries.values())
+
+
+def _wanted_paths(posted: bytes, content_type: str) -> set[str]:
+    try:
+        if "json" in content_type:
+            found = json.loads(posted).get("paths", [])
+            return {found} if isinstance(found, str) else set(map(str, found))
+        return set(parse_qs(posted.decode()).get("paths", []))
+    except (ValueError, AttributeError):
+        return set()
+
+
+def read_span(repository: Repository, source: Source, file: FileEntry, *, begin: int, end: int) -> Iterator[memoryview]:
+    """Verified bytes of a part of a file, in order: from the cached file where it is whole, else chunk by chunk."""
+    manifest = source.manifest
+    path = repository.cache.find(manifest, file)
+    if path is not None:
+        with path.open("rb") as stream:
+            stream.seek(begin)
+            left = end - begin
+            while left > 0:
+                block = stream.read(min(left, 1 << 20))
+                if not block:
+                    raise DataError(f"{path} became shorter while it was read")
+                left -= len(block)
+                yield memoryview(block)
+        return
+    offset = 0
+    for index in file.chunks:
+        length = manifest.chunks[index].length
+        if offset + length > begin and offset < end:
+            content = source.read(index)
+            yield content[max(0, begin - offset) : min(length, end - offset)]
+        offset += length
