@@ -11,9 +11,6 @@ the whole input, for all_to_all the whole send buffer of one rank.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
@@ -21,6 +18,7 @@ from typing import ClassVar, Literal, TypeVar
 import msgspec
 
 from wirespeed.errors import DataError, MissingCapability, WirespeedError
+from wirespeed.system import replace_whole
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
@@ -151,19 +149,7 @@ def write_bytes(path: str | Path, content: bytes) -> Path:
             return Path(path)
         if target.is_symlink():
             target = target.resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        replace_whole(target, content)
     except OSError as fault:
         raise MissingCapability(
             f"cannot write {target}: {fault.strerror or fault}",

@@ -48,6 +48,23 @@ class CommandResult:
     stderr: str
 
 
+def replace_whole(target: Path, content: bytes) -> None:
+    """Replace a file as one step and wait until it is on disk; folders are made. Raises OSError, leaving nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
 class System:
     """Reads of the host below ``root`` (a recorded tree in tests), and commands run on it."""
 
@@ -150,19 +167,7 @@ class System:
         """Replace a file as one step and wait until it is on disk; folders are made. Raises MissingCapability."""
         target = self.path(name)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            try:
-                with os.fdopen(handle, "wb") as stream:
-                    stream.write(content)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                os.chmod(temporary, 0o644)
-                os.replace(temporary, target)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            replace_whole(target, content)
         except OSError as fault:
             hint = "run as root" if isinstance(fault, PermissionError) else None
             raise MissingCapability(f"cannot write {target}: {fault.strerror}", hint=hint) from fault
