@@ -52,6 +52,8 @@ class Session:
         self._is_silent = is_silent
         """A probe: no gradient is exchanged, ranks train apart and only meet once per step, as an exchange makes them.
         For measuring compute without a network."""
+        self._meets = True
+        """While a probe's ranks still meet once per step."""
         self.group: dist.ProcessGroup = ddp.process_group
         self.num_ranks = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
@@ -309,8 +311,11 @@ class Session:
         else:
             self.clock.mark("bucket_ready")
         if self._is_silent:
-            if bucket.is_last():
-                dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            if bucket.is_last() and self._meets:
+                try:
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+                except RuntimeError:  # a rank has ended; how, its own end tells better than this rank's error would
+                    self._meets = False
             return _finished(buffer)
         codec = self._codec
         if codec is not None and buffer.dtype != torch.float32:
