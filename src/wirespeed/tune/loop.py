@@ -140,7 +140,7 @@ class Tuning:
         plan = survey.SurveyPlan(
             strategies=tuple(names),
             collectives_s=25 * share,
-            beside_compute_s=15 * share,
+            beside_compute_s=20 * share,
             codecs_s=10 * share,
             links_s=10 * max(share, 0.5),
         )

@@ -29,8 +29,8 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 LINKS = "links.json"
 COLLECTIVES = "collectives.json"
 BESIDE_COMPUTE = "collectives-beside-compute.json"
-LARGEST_BESIDE_COMPUTE = 4 * MIB
-"""Larger messages wait for cores no more often per byte, and would take long."""
+BESIDE_COMPUTE_SIZES = (64 * KIB, MIB, 4 * MIB)
+"""Few, so that the largest is reached: what compute costs a small message is many times what it costs a large one."""
 CODECS_FILE = "codecs.json"
 
 
@@ -39,7 +39,7 @@ class SurveyPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     strategies: tuple[str, ...]
     collectives_s: float = 25.0
-    beside_compute_s: float = 15.0
+    beside_compute_s: float = 20.0
     codecs_s: float = 10.0
     links_s: float = 10.0
     sizes_bytes: tuple[int, ...] = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
@@ -93,8 +93,9 @@ def main(folder: Path) -> int:
     if not torch.cuda.is_available():  # on an accelerator nothing of the step wants the cores that collectives want
         beside = measure_collectives(
             collectives=needed_collectives(strategies),
-            sizes_bytes=[size for size in plan.sizes_bytes if size <= LARGEST_BESIDE_COMPUTE],
-            repeats=10,
+            sizes_bytes=[size for size in BESIDE_COMPUTE_SIZES if size <= max(plan.sizes_bytes)],
+            repeats=5,
+            warmup=1,
             deadline_s=plan.beside_compute_s,
             compute_threads=torch.get_num_threads(),
         )
