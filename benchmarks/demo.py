@@ -108,7 +108,7 @@ def main() -> int:
         results["10gbit"] = {**told_fast, "interleaved_s": times}
         bars.append(Bar("10gbit: the choice's step over dense's, interleaved medians", ratio, 1.03, at_least=False))
         bars.append(Bar("10gbit: largest error of a prediction", told_fast["worst_error"], 0.15, at_least=False))
-    return finish("demo", bars, results, check=args.check)
+    return finish("demo", bars, results, check=args.check, is_quick=args.quick)
 
 
 if __name__ == "__main__":

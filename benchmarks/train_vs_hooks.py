@@ -18,9 +18,9 @@ from typing import Any
 from _arms import Arena, Arm, seconds_to
 from _harness import Bar, finish
 
-OURS = {"1gbit": ("int8/2MiB",), "100mbit": ("int8/2MiB", "topk@5%/2MiB", "topk@2%/2MiB")}
+OURS = {"1gbit": ("lowrank@4", "lowrank@32", "int8"), "100mbit": ("lowrank@4", "lowrank@8", "topk@2%/2MiB")}
 FP16 = "torch-fp16"
-POWERSGD = ("torch-powersgd@1", "torch-powersgd@2", "torch-powersgd@4")
+POWERSGD = ("torch-powersgd@2", "torch-powersgd@4", "torch-powersgd@8")
 EXTRA = 3.0
 
 
@@ -103,7 +103,7 @@ def main() -> int:
             steps = [r["step_s"] for r in runs if (r["rate"], r["arm"]) == (rate, arm)]
             spread = [r["time_to_loss_s"] for r in runs if (r["rate"], r["arm"]) == (rate, arm)]
             print(f"{rate:8s} {arm:18s} {seconds:8.1f} s to the loss, {median(steps) * 1e3:6.0f} ms a step; {spread}")
-    return finish("train_vs_hooks", bars, {"runs": runs}, check=args.check)
+    return finish("train_vs_hooks", bars, {"runs": runs}, check=args.check, is_quick=args.quick)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 policy = {os.SCHED_OTHER: "other", os.SCHED_BATCH: "batch"}[os.sched_getscheduler(0)]
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():g}, {policy}, {sys.argv[1:]}", flush=True)
+# One write for the line and its end: print makes two where PYTHONUNBUFFERED is set, and ranks share this stream.
+told = f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():g}, {policy}, {sys.argv[1:]}"
+os.write(1, f"{told}\n".encode())
 dist.barrier()
 dist.destroy_process_group()
 """
