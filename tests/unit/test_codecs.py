@@ -62,7 +62,7 @@ def test_dense_divides_before_the_sum_as_ddp_does():
 
 
 @needs_numba
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", [name for name in NAMES[1:] if "lowrank" not in name])  # see test_codecs_lowrank
 @pytest.mark.parametrize("kind", ["gauss", "heavy", "sparse", "zeros", "equal", "denormal", "huge", "layers"])
 def test_both_kernels_give_equal_bytes(name: str, kind: str):
     for num_ranks, num_elements in [(2, 1), (3, 5), (5, 1025), (3, 18001)]:

@@ -35,7 +35,9 @@ from wirespeed.units import KIB, MIB, format_duration, format_percent
 WARMUP_STEPS = 4
 MEASURED_STEPS = 10
 COLLECTIVES_S = 6.0
-BESIDE_COMPUTE_S = 4.0
+BESIDE_COMPUTE_S = 6.0
+BESIDE_COMPUTE_BYTES = 4 * MIB
+"""The largest message that is measured beside compute: what compute adds to a small one says nothing of a large one."""
 CODECS_S = 3.0
 MIN_GAIN = 0.02
 """After the switch a strategy stays only if its median step is shorter than dense's by more than the noise."""
@@ -151,7 +153,7 @@ class Chooser:
             collectives.append(
                 measure_collectives(
                     collectives=needed,
-                    sizes_bytes=sizes[:2],
+                    sizes_bytes=[size for size in sizes if size <= BESIDE_COMPUTE_BYTES],
                     repeats=5,
                     deadline_s=BESIDE_COMPUTE_S,
                     compute_threads=torch.get_num_threads(),

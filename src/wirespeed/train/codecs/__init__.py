@@ -23,8 +23,9 @@ __all__ = ["Codec", "KernelChoice", "Message", "has_numba", "kernels_for", "make
 def make_codec(strategy: Strategy, *, kernels: KernelChoice = "auto") -> Codec:
     """The codec of ``strategy``. "auto" runs compiled loops on the CPU where numba is installed, torch elsewhere.
 
-    Both kinds of kernels give equal bytes; low-rank runs in torch whatever is chosen. Raises MissingCapability from
-    ``make_buffers`` for "numba" without numba, and UsageError for "numba" on another device than the CPU.
+    Both kinds of kernels give equal bytes, but for low-rank, where they differ in the order of sums within a rank.
+    Raises MissingCapability from ``make_buffers`` for "numba" without numba, and UsageError for "numba" on another
+    device than the CPU.
     """
     match strategy.codec:
         case "dense":
@@ -36,19 +37,21 @@ def make_codec(strategy: Strategy, *, kernels: KernelChoice = "auto") -> Codec:
         case "topk":
             return TopkCodec(strategy, kernels)
         case "lowrank":
-            return LowrankCodec(strategy)
+            return LowrankCodec(strategy, kernels)
 
 
 def warm_up(*, kernels: KernelChoice = "auto", device: torch.device | None = None) -> None:
     """Run every kernel once on little data, so that no compilation falls into a timed step."""
     on = torch.device("cpu") if device is None else device
-    for name in CODECS:
-        codec = make_codec(Strategy(codec=name), kernels=kernels)
-        grad_n = torch.ones(3000, device=on)
+    simple = [Strategy(codec=codec) for codec in CODECS if codec != "lowrank"]
+    for strategy in (*simple, *(Strategy(codec="lowrank", matrix_rank=matrix_rank) for matrix_rank in (4, 16))):
+        codec = make_codec(strategy, kernels=kernels)
+        grad_n = torch.ones(128 * 128, device=on)  # as a matrix it is worth a low rank
         residual_n = torch.zeros_like(grad_n) if codec.has_residual else None
         buffers = codec.make_buffers(len(grad_n), 2, on)
-        for message in codec.exchange(grad_n, residual_n, buffers, rank=0, num_ranks=2):
-            if message.collective == "all_gather":
-                message.receive.view(2, -1).copy_(message.send)
-            elif message.collective == "all_to_all":
-                message.receive.copy_(message.send)
+        for _ in range(2):  # low rank takes another way every other time
+            for message in codec.exchange(grad_n, residual_n, buffers, rank=0, num_ranks=2):
+                if message.collective == "all_gather":
+                    message.receive.view(2, -1).copy_(message.send)
+                elif message.collective == "all_to_all":
+                    message.receive.copy_(message.send)

@@ -7,10 +7,10 @@ orthonormal in fp32, the known factor of the next step. So a bucket costs one al
 which keeps DDP's overlap and needs no second hop. Neighbouring matrices take opposite turns, so that the messages of
 two steps are of like size. Vectors, and matrices too small to gain, are summed as they are in the same message.
 
-What a projection leaves out stays in the residual. A matrix that holds inf or nan on any rank comes out with nan (or
-inf) on every rank; its residual stays as it was and its factor starts anew. All ranks must hold equal factors: they are
-made of the all_reduce's result, which gloo and NCCL give to every rank in equal bytes. Products and the QR run in torch
-on every device; on processors of unlike make their last bits can differ, and parameters with them, as under PowerSGD.
+What a projection leaves out stays in the residual. A matrix that holds inf or nan on any rank comes out with nan on
+every rank; its residual stays as it was (to rounding) and its factor starts anew. All ranks must hold equal factors:
+they are made of the all_reduce's result, which gloo and NCCL give to every rank in equal bytes, by torch's products and
+QR; on processors of unlike make their last bits can differ, and parameters with them, as under PowerSGD.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from torch import Tensor
 from wirespeed.errors import UsageError
 from wirespeed.spec.strategy import Shapes, Strategy, lowrank_matrix, square_shape
 from wirespeed.train.codecs.base import Message, average_alone
+from wirespeed.train.codecs.kernels import KernelChoice, kernels_for
+from wirespeed.train.codecs.lowrank_projection import Project, projection
 
 _ROWS, _COLUMNS = 1.0, 2.0
 """Which factor a matrix's state holds: P, one row per row of the matrix, or Q, one per column. 0: none yet."""
@@ -71,6 +73,7 @@ class LowrankBuffers:
 
     parts: list[tuple[int, int, _Factor | None]]
     message_n: Tensor
+    project: Project
 
 
 class LowrankCodec:
@@ -79,9 +82,10 @@ class LowrankCodec:
     stages: tuple[str, ...] = ("encode", "decode")
     has_residual = True
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, kernels: KernelChoice = "auto") -> None:
         assert strategy.matrix_rank is not None
         self.strategy = strategy
+        self._kernels: KernelChoice = kernels
         self._rank = strategy.matrix_rank
 
     def state_sizes(self, shapes: Shapes) -> tuple[int, ...]:
@@ -117,7 +121,11 @@ class LowrankCodec:
             first += elements
         if first != num_elements:
             raise UsageError(f"got shapes of {first} elements for a bucket of {num_elements}", expected="as many")
-        return LowrankBuffers(parts=parts, message_n=torch.zeros(message_size, device=device))
+        return LowrankBuffers(
+            parts=parts,
+            message_n=torch.zeros(message_size, device=device),
+            project=projection(kernels_for(self._kernels, device), self._rank),
+        )
 
     def exchange(
         self, grad_n: Tensor, residual_n: Tensor | None, buffers: LowrankBuffers, *, rank: int, num_ranks: int
@@ -126,16 +134,16 @@ class LowrankCodec:
         if average_alone(grad_n, residual_n, num_ranks):
             return
         assert residual_n is not None
-        grad_n.add_(residual_n)
         end = 0
         for first, elements, factor in buffers.parts:
             grad, residual = grad_n[first : first + elements], residual_n[first : first + elements]
             sent = buffers.message_n[end : end + _message_size(elements, factor)]
             if factor is None:
-                sent.copy_(grad)
+                torch.add(grad, residual, out=sent)
                 residual.zero_()
             else:
-                _project(grad, residual, factor, sent)
+                matrix, rest = (t.view(factor.rows, factor.columns) for t in (grad, residual))
+                buffers.project(matrix, rest, *_factors(factor, sent), is_rows=factor.side == _ROWS)
             end += len(sent)
         message_n = buffers.message_n[:end]
         yield Message("all_reduce", message_n, message_n)
@@ -168,21 +176,11 @@ def _message_size(elements: int, factor: _Factor | None) -> int:
     return factor.matrix_rank * (factor.columns if factor.side == _ROWS else factor.rows)
 
 
-def _project(grad: Tensor, residual: Tensor, factor: _Factor, sent: Tensor) -> None:
-    """``sent``: the matrix times its known factor. ``residual``: what that leaves out, where all of it is finite."""
-    matrix, rest, known = (
-        grad.view(factor.rows, factor.columns),
-        residual.view(factor.rows, factor.columns),
-        factor.known,
-    )
+def _factors(factor: _Factor, sent: Tensor) -> tuple[Tensor, Tensor]:
+    """P (rows, r) and Qᵀ (r, columns): the known one, and the room of the one that is sent."""
     if factor.side == _ROWS:
-        left, right = known, torch.mm(known.t(), matrix, out=sent.view(factor.matrix_rank, factor.columns))
-    else:
-        left, right = torch.mm(matrix, known.t(), out=sent.view(factor.rows, factor.matrix_rank)), known
-    if matrix.is_cuda:  # without asking the device: the answer would stall the host
-        torch.where(torch.isfinite(sent).all(), torch.addmm(matrix, left, right, alpha=-1), rest, out=rest)
-    elif bool(torch.isfinite(sent).all()):
-        torch.addmm(matrix, left, right, alpha=-1, out=rest)
+        return factor.known, sent.view(factor.matrix_rank, factor.columns)
+    return sent.view(factor.rows, factor.matrix_rank), factor.known
 
 
 def _expand(grad: Tensor, factor: _Factor, mean: Tensor) -> None:
