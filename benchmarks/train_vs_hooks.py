@@ -18,7 +18,7 @@ from typing import Any
 from _arms import Arena, Arm, seconds_to
 from _harness import Bar, finish
 
-OURS = {"1gbit": ("lowrank@4", "lowrank@32", "int8"), "100mbit": ("lowrank@4", "lowrank@8", "topk@2%/2MiB")}
+OURS = {"1gbit": ("lowrank@4", "lowrank@8", "int8"), "100mbit": ("lowrank@4", "lowrank@8", "topk@2%/2MiB")}
 FP16 = "torch-fp16"
 POWERSGD = ("torch-powersgd@2", "torch-powersgd@4", "torch-powersgd@8")
 EXTRA = 3.0
