@@ -23,6 +23,7 @@ from _arms import Arena, Arm
 from _harness import Bar, finish
 
 SCRIPT = "examples/char_gpt.py"
+RATES = ("1gbit", "100mbit", "10gbit")
 
 
 def tune(rate: str, fidelity: str, seed: int, *, steps: int, budget: str) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="hold the figures against their bars")
     parser.add_argument("--quick", action="store_true", help="one seed at 1 Gbit/s only: shows that it runs")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rates", default="1gbit,100mbit,10gbit")
+    parser.add_argument("--rates", default=",".join(RATES), help="some of them: results go to a file of their own")
     args = parser.parse_args()
     rates = ["1gbit"] if args.quick else args.rates.split(",")
     results: dict[str, Any] = {}
@@ -108,7 +109,8 @@ def main() -> int:
         results["10gbit"] = {**told_fast, "interleaved_s": times}
         bars.append(Bar("10gbit: the choice's step over dense's, interleaved medians", ratio, 1.03, at_least=False))
         bars.append(Bar("10gbit: largest error of a prediction", told_fast["worst_error"], 0.15, at_least=False))
-    return finish("demo", bars, results, check=args.check, is_quick=args.quick)
+    name = "-".join(["demo", *(rates if set(rates) != set(RATES) else ())])
+    return finish(name, bars, results, check=args.check, is_quick=args.quick)
 
 
 if __name__ == "__main__":

@@ -82,14 +82,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="hold the figures against their bars")
     parser.add_argument("--quick", action="store_true", help="one seed, few steps: shows that it runs")
-    parser.add_argument("--rates", default="1gbit,100mbit")
+    parser.add_argument("--rates", default=",".join(OURS), help="some of them: results go to a file of their own")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="of dense; 0: 100 at 1gbit, 50 at 100mbit")
     parser.add_argument("--script", default="examples/char_gpt.py")
     args = parser.parse_args()
     runs: list[dict[str, Any]] = []
     bars: list[Bar] = []
-    for rate in args.rates.split(","):
+    rates = args.rates.split(",")
+    for rate in rates:
         steps = args.steps or {"1gbit": 100, "100mbit": 50}[rate]
         runs += run_rate(
             rate,
@@ -98,12 +99,13 @@ def main() -> int:
             script=args.script,
         )
         bars += bars_of(runs, rate)
-    for rate in args.rates.split(","):
+    for rate in rates:
         for arm, seconds in sorted(medians(runs, rate).items(), key=lambda item: item[1]):
             steps = [r["step_s"] for r in runs if (r["rate"], r["arm"]) == (rate, arm)]
             spread = [r["time_to_loss_s"] for r in runs if (r["rate"], r["arm"]) == (rate, arm)]
             print(f"{rate:8s} {arm:18s} {seconds:8.1f} s to the loss, {median(steps) * 1e3:6.0f} ms a step; {spread}")
-    return finish("train_vs_hooks", bars, {"runs": runs}, check=args.check, is_quick=args.quick)
+    name = "-".join(["train_vs_hooks", *(rates if set(rates) != set(OURS) else ())])
+    return finish(name, bars, {"runs": runs}, check=args.check, is_quick=args.quick)
 
 
 if __name__ == "__main__":

@@ -356,4 +356,5 @@ def _busy_s() -> float:
     between four hosts of a lab, takes more than all processes together. What else runs on the machine counts too.
     """
     now = psutil.cpu_times()
-    return float(sum(now) - now.idle - getattr(now, "iowait", 0.0) - getattr(now, "guest", 0.0))
+    elsewhere = sum(getattr(now, name, 0.0) for name in ("iowait", "steal", "guest", "guest_nice"))
+    return float(sum(now) - now.idle - elsewhere)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +23,7 @@ from wirespeed.fabric import files as fabric_files
 from wirespeed.fabric.calibrate import calibrate
 from wirespeed.fabric.topology import Fabric
 from wirespeed.measure import environment
+from wirespeed.measure.steal import DISTURBING_SHARE, StealMeter
 from wirespeed.plan.search import search
 from wirespeed.plan.space import legal_strategies
 from wirespeed.records import CodecsRecord, CollectivesRecord, LinksRecord
@@ -33,10 +33,12 @@ from wirespeed.spec.strategy import DEFAULT_BUCKET_BYTES, Fidelity, Strategy, St
 from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.train.trace import RunDirective, RunTrace, decode_trace, write_directive
 from wirespeed.tune import compare, survey
+from wirespeed.tune.candidates import candidates
 from wirespeed.tune.compute import workload_of
 from wirespeed.tune.places import LOG, Place, worker_command
 from wirespeed.tune.verdict import last_words, raise_unless_fine
 from wirespeed.tune.watch import Watch
+from wirespeed.units import format_percent
 
 PROBE_STEPS = 14
 MIN_STEPS = 20
@@ -153,6 +155,7 @@ class Tuning:
             (folder / name).unlink(missing_ok=True)
         records.write_bytes(folder / "plan.json", msgspec.json.encode(plan))
         self.progress.phase(f"measuring the network: links, collectives and codecs on {self.place.description}")
+        meter = StealMeter()
         end = self.place.run(
             worker_command("wirespeed.tune.survey", str(folder)),
             env={},
@@ -165,6 +168,7 @@ class Tuning:
         if end.returncode != 0:
             reasons = [text for text in (end.reason, last_words(end)) if text]
             raise PeerFailure(f"measuring the network failed: {': '.join(reasons)}", hint=f"see {folder / LOG}")
+        self._warn_of_neighbours("the network was measured", meter)
         if (folder / survey.LINKS).is_file():
             self.links = records.read(folder / survey.LINKS, LinksRecord)
         collectives = [
@@ -291,6 +295,7 @@ class Tuning:
     ) -> StrategyOutcome:
         label = name or strategy.name
         self.progress.phase(f"running {label}", total=self.num_steps)
+        meter = StealMeter()
         traces = self._run_script(
             RunDirective(
                 label=label,
@@ -305,7 +310,13 @@ class Tuning:
         )
         for trace in traces[:1]:
             self.warnings += list(trace.notes)
+        self._warn_of_neighbours(f"{label} ran", meter)
         return compare.outcome_of(traces[0].strategy, traces, prediction, num_steps=self.num_steps, name=name)
+
+    def _warn_of_neighbours(self, what: str, meter: StealMeter) -> None:
+        if (share := meter.share()) > DISTURBING_SHARE:
+            told = f"other machines on this host took {format_percent(share)} of the CPU while {what}"
+            self.warnings.append(f"{told}: run again in a quieter hour before you trust its times")
 
     def _compares_held_out(self) -> bool:
         return bool(self.outcomes) and compare.loss_kind_of(self.outcomes[0]) == "held_out"
@@ -382,21 +393,3 @@ class Tuning:
             rtt_s=None if self.fabric is None or self.fabric.rtt_s is None else self.fabric.rtt_s.value,
             links=links,
         )
-
-
-def candidates(predictions: Sequence[Prediction], wanted: tuple[Strategy, ...] | None) -> list[Prediction]:
-    """Which strategies to run, the best predicted first.
-
-    Those that the user named; else the best of each codec (and top-k ratio, and matrix rank) that promises more than
-    the margin. What is predicted no faster than dense is not worth its run.
-    """
-    baseline, others = predictions[0], predictions[1:]
-    if wanted is not None:
-        return [p for p in others if p.strategy in wanted]
-    best: dict[tuple[str, float | None, int | None], Prediction] = {}
-    for prediction in others:
-        key = (prediction.strategy.codec, prediction.strategy.ratio, prediction.strategy.matrix_rank)
-        if key not in best or prediction.step_s < best[key].step_s:
-            best[key] = prediction
-    promising = [p for p in best.values() if p.step_s < baseline.step_s * (1 - compare.MARGIN)]
-    return sorted(promising, key=lambda p: p.step_s)
