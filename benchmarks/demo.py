@@ -24,6 +24,8 @@ from _harness import Bar, finish
 
 SCRIPT = "examples/char_gpt.py"
 RATES = ("1gbit", "100mbit", "10gbit")
+QUIET_SHARE = 0.05
+ATTEMPTS = 3
 
 
 def tune(rate: str, fidelity: str, seed: int, *, steps: int, budget: str) -> dict[str, Any]:
@@ -34,6 +36,15 @@ def tune(rate: str, fidelity: str, seed: int, *, steps: int, budget: str) -> dic
         subprocess.run([*command, str(seed)], check=True, stdout=subprocess.DEVNULL, timeout=3600)
         record: dict[str, Any] = json.loads((Path(folder) / "tune.json").read_bytes())
         return record
+
+
+def tune_undisturbed(rate: str, fidelity: str, seed: int, *, steps: int, budget: str) -> list[dict[str, Any]]:
+    """Records until one had the machine to itself, at most three."""
+    told: list[dict[str, Any]] = []
+    while not told or (told[-1]["steal_share"] > QUIET_SHARE and len(told) < ATTEMPTS):
+        told.append(summary(tune(rate, fidelity, seed, steps=steps, budget=budget)))
+        print(f"{rate} seed {seed}: {told[-1]}", file=sys.stderr, flush=True)
+    return told
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +60,7 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
         "errors": {s["name"]: s["prediction_error"] for s in ran},
         "steps_s": {s["name"]: s["measured_step_s"] for s in ran},
         "time_to_loss_s": {s["name"]: s["time_to_loss_s"] for s in ran},
+        "steal_share": record["steal_share"],
     }
 
 
@@ -80,11 +92,12 @@ def main() -> int:
     ):
         if rate not in rates:
             continue
-        told = []
-        for seed in range(1 if args.quick else args.seeds):
-            told.append(summary(tune(rate, fidelity, seed, steps=steps, budget=budget)))
-            print(f"{rate} seed {seed}: {told[-1]}", file=sys.stderr, flush=True)
-        results[rate] = told
+        attempts = [
+            tune_undisturbed(rate, fidelity, seed, steps=steps, budget=budget)
+            for seed in range(1 if args.quick else args.seeds)
+        ]
+        told = [of_seed[-1] for of_seed in attempts]
+        results[rate] = attempts
         bars += [
             Bar(
                 f"{rate}: time to dense's loss, share of dense's, median",
@@ -103,10 +116,11 @@ def main() -> int:
         if rate == "1gbit":
             bars.append(Bar("1gbit: dense's exposed share, least", min(t["dense_exposed_share"] for t in told), 0.6))
     if "10gbit" in rates:
-        told_fast = summary(tune("10gbit", "compressed", 0, steps=60, budget="4m"))
+        attempts_fast = tune_undisturbed("10gbit", "compressed", 0, steps=60, budget="4m")
+        told_fast = attempts_fast[-1]
         times = interleaved(told_fast["chosen"], rounds=6, steps=40) if told_fast["chosen"] != "dense" else {}
         ratio = median(times[told_fast["chosen"]]) / median(times["dense"]) if times else 1.0
-        results["10gbit"] = {**told_fast, "interleaved_s": times}
+        results["10gbit"] = {"attempts": attempts_fast, "interleaved_s": times}
         bars.append(Bar("10gbit: the choice's step over dense's, interleaved medians", ratio, 1.03, at_least=False))
         bars.append(Bar("10gbit: largest error of a prediction", told_fast["worst_error"], 0.15, at_least=False))
     name = "-".join(["demo", *(rates if set(rates) != set(RATES) else ())])

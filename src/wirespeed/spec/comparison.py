@@ -99,3 +99,5 @@ class TuneRecord(Record, frozen=True, kw_only=True, tag="tune"):
     reason: str
     warnings: tuple[str, ...] = ()
     is_complete: bool = True
+    steal_share: float = 0.0
+    """Of this machine's CPU time, the most that its hypervisor gave to others during one of the phases."""

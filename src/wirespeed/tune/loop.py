@@ -97,6 +97,7 @@ class Tuning:
     warnings: list[str] = field(default_factory=list)
     num_steps: int = 0
     target: float | None = None
+    steal_share: float = 0.0
     is_complete: bool = False
     _out_handle: int = -1
     """Locks the folder for as long as this program runs; a lock on the folder itself leaves no file."""
@@ -273,6 +274,7 @@ class Tuning:
             reason=reason,
             warnings=tuple(dict.fromkeys(self.warnings)),
             is_complete=self.is_complete,
+            steal_share=self.steal_share,
         )
 
     def write(self, record: TuneRecord) -> None:
@@ -314,7 +316,9 @@ class Tuning:
         return compare.outcome_of(traces[0].strategy, traces, prediction, num_steps=self.num_steps, name=name)
 
     def _warn_of_neighbours(self, what: str, meter: StealMeter) -> None:
-        if (share := meter.share()) > DISTURBING_SHARE:
+        share = meter.share()
+        self.steal_share = max(self.steal_share, share)
+        if share > DISTURBING_SHARE:
             told = f"other machines on this host took {format_percent(share)} of the CPU while {what}"
             self.warnings.append(f"{told}: run again in a quieter hour before you trust its times")
 
