@@ -22,7 +22,7 @@ dist.all_reduce(total)
 policy = {os.SCHED_OTHER: "other", os.SCHED_BATCH: "batch"}[os.sched_getscheduler(0)]
 # One write for the line and its end: print makes two where PYTHONUNBUFFERED is set, and ranks share this stream.
 told = f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():g}, {policy}, {sys.argv[1:]}"
-os.write(1, f"{told}\n".encode())
+os.write(1, f"{told}\\n".encode())
 dist.barrier()
 dist.destroy_process_group()
 """
