@@ -6,7 +6,7 @@ rename: a full disk or a kill leaves the old file or the new one. Secrets never 
 the fields below are kept, and the command line is kept as typed.
 
 Sizes follow nccl-tests: for all_reduce and broadcast the buffer, for all_gather the whole output, for reduce_scatter
-the whole input, for all_to_all the whole send buffer of one rank.
+the whole input, for all_to_all the whole send buffer of one rank, for scatter that of the root.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from wirespeed.errors import DataError, MissingCapability, WirespeedError
 from wirespeed.system import replace_whole
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter"]
 
 MAX_RECORD_BYTES = 512 * 1024**2
 
@@ -97,6 +97,8 @@ class CollectivesRecord(Record, frozen=True, kw_only=True, tag="collectives"):
     samples: tuple[CollectiveSample, ...]
     compute_threads: int = 0
     """Threads of each rank that computed meanwhile, as backward does."""
+    ranks_per_machine: int | None = None
+    """More than ``ranks_per_host`` where hosts share a machine's cores, as those of a lab do; None: not told."""
     notes: tuple[str, ...] = ()
     """What was skipped, and settings that bear on the times."""
 

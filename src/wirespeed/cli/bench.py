@@ -107,7 +107,7 @@ def collectives(
     *,
     only: Annotated[
         str | None,
-        typer.Option("--only", help="Some of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast."),
+        typer.Option("--only", help="Some of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter."),
     ] = None,
     sizes: Annotated[
         str, typer.Option("--sizes", help="FIRST..LAST in steps of 4, or sizes by commas.")
@@ -134,7 +134,7 @@ def collectives(
     """Time collectives over torch.distributed, with every result checked in the run that is timed.
 
     Sizes are nccl-tests': the buffer for all_reduce and broadcast, the whole output of all_gather, the whole input of
-    reduce_scatter, the whole send buffer of all_to_all. busbw is what each link carries if the algorithm is a ring; it
+    reduce_scatter, the whole send buffer of all_to_all, the root's of scatter. busbw is what each link carries if the algorithm is a ring; it
     stands beside the wire rate: of --links, else of the lab, else of the NIC.
 
     Exit code 1 where a result was wrong.

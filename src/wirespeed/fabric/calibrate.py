@@ -41,8 +41,13 @@ def calibrate(
             expected="at least one of them",
             hint="run `wirespeed bench links --out links.json` first",
         )
+    names = _host_names(links, collectives)
+    machine = _shared_machine(collectives)
     if cpus_per_host is None and collectives:
         cpus_per_host = max(record.cpus_per_rank * record.ranks_per_host for record in collectives)
+        if machine:
+            cores = max(record.cpus_per_rank * (record.ranks_per_machine or 1) for record in collectives)
+            cpus_per_host = cores / len(names)
     rates = {} if links is None else host_rates_bit_per_s(links)
     source = "" if links is None else f"bench links {links.created}"
     hosts = tuple(
@@ -50,8 +55,9 @@ def calibrate(
             name=host,
             rate_bit_per_s=Figure(value=rates[host], origin="measured", source=source) if host in rates else None,
             cpus=cpus_per_host,
+            machine=machine,
         )
-        for host in _host_names(links, collectives)
+        for host in names
     )
     round_trips = [] if links is None else [s.rtt_median_s for s in links.samples if s.rtt_median_s is not None]
     return Fabric(
@@ -78,6 +84,13 @@ def host_rates_bit_per_s(links: LinksRecord) -> dict[str, float]:
         if both:
             rates[host] = min(both)
     return rates
+
+
+def _shared_machine(collectives: Sequence[CollectivesRecord]) -> str:
+    """The name of the machine whose cores all hosts share, as those of a lab do; empty where each is its own."""
+    if not collectives or any((r.ranks_per_machine or 0) < r.num_ranks for r in collectives):
+        return ""
+    return "shared" if any(r.num_ranks > r.ranks_per_host for r in collectives) else ""
 
 
 def _host_names(links: LinksRecord | None, collectives: Sequence[CollectivesRecord]) -> tuple[str, ...]:
@@ -145,12 +158,15 @@ def _codec_curves(records: Sequence[CodecsRecord]) -> tuple[CodecCurve, ...]:
         for sample in record.samples:
             _check_times(sample.times_s, f"stage {sample.stage!r} of codec {sample.codec!r}")
             times[sample.codec, sample.stage, record.num_ranks][sample.size_bytes].extend(sample.times_s)
+    shares = {record.environment.num_cpus / record.concurrent for record in records}
+    cpus = shares.pop() if len(shares) == 1 else None
     return tuple(
         CodecCurve(
             codec=codec,
             stage=stage,
             kind="default",
             num_ranks=num_ranks,
+            cpus=cpus,
             curve=fit_curve({size: median(runs) for size, runs in by_size.items()}),
         )
         for (codec, stage, num_ranks), by_size in sorted(times.items())

@@ -2,24 +2,33 @@
 
 A measured time of S bytes over M ranks is carried to another layout step by step: with l times the latency and b times
 the seconds per byte of the layout that was measured, T(S) = l * T_measured(S * b / l). Of a ring over N ranks that is
-N - 1 over M - 1 steps of S / N bytes each; of an uplink shared by four flows it is the time of four times the bytes.
-Nothing is changed where l and b are 1.
+N - 1 over M - 1 steps of S / N bytes each; of an uplink shared by four flows it is the time of four times the bytes,
+and so it is of NICs at a quarter of the rate. Nothing is changed where l and b are 1.
+
+What the library costs the cores is carried by messages in place of steps: as many times the CPU seconds of a message of
+as many bytes. Where hosts have fewer cores for it than the wire leaves time, the cores bind. Assumes that all ranks
+work alike, and that at the rates of the measurement the cores were not the limit.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 
 from wirespeed.errors import UsageError
 from wirespeed.fabric.curves import curve_time_s, is_in_range
 from wirespeed.fabric.network import Floats
+from wirespeed.fabric.parts import Figure
 from wirespeed.fabric.patterns import Operation
 from wirespeed.fabric.phases import Timed
 from wirespeed.fabric.placement import Groups, Placement, place, stack_groups
-from wirespeed.fabric.topology import CollectiveCurve, Fabric
+from wirespeed.fabric.topology import CollectiveCurve, Curve, Fabric, Host
 from wirespeed.spec.workload import Origin
 
 SAME = 1e-6
@@ -31,9 +40,10 @@ SUMS = ("all_reduce", "reduce_scatter")
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A curve and the layout in which it was measured: ranks rack by rack on the first hosts."""
+    """A curve and the layout in which it was measured: ranks rack by rack on the first hosts of ``fabric``."""
 
     curve: CollectiveCurve
+    fabric: Fabric
     placement: Placement
     groups: list[Groups]
     is_alike: bool
@@ -42,14 +52,21 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Calibrated:
-    """A curve carried to a layout with ``latency`` and ``transfer`` times those of its own."""
+    """A curve carried to a layout with ``latency`` and ``transfer`` times those of its own.
+
+    ``messages`` and ``moved``: times the messages, and the bytes that they carry together, of the layout measured;
+    ``cores``: those of the layout over its ranks, infinite where they are not known.
+    """
 
     measured: Measured
     latency: float
     transfer: float
+    messages: float = 1.0
+    moved: float = 1.0
+    cores: float = math.inf
 
     @classmethod
-    def scaled(cls, measured: Measured, wanted: Timed, reference: Timed) -> Calibrated:
+    def scaled(cls, measured: Measured, wanted: Timed, reference: Timed, cores: float = math.inf) -> Calibrated:
         """Carry a curve from the layout timed as ``reference`` to the one timed as ``wanted``."""
         has_alpha = reference.alpha_s.sum() > 0 and np.isfinite(wanted.alpha_s).all()
         latency = (
@@ -59,24 +76,51 @@ class Calibrated:
         )
         has_rate = reference.last_s_per_byte > 0 and wanted.last_s_per_byte > 0
         transfer = wanted.last_s_per_byte / reference.last_s_per_byte if has_rate else wanted.weight / reference.weight
-        return cls(measured=measured, latency=float(latency), transfer=float(transfer))
+        sends = min(reference.messages, wanted.messages, reference.net_weight, wanted.net_weight) > 0
+        return cls(
+            measured=measured,
+            latency=float(latency),
+            transfer=float(transfer),
+            messages=wanted.messages / reference.messages if sends else 1.0,
+            moved=wanted.net_weight / reference.net_weight if sends else 1.0,
+            cores=cores if sends else math.inf,
+        )
 
     def seconds(self, sizes_bytes: Floats) -> Floats:
         """Times for sizes (S,)."""
+        return np.maximum(self._wire_s(sizes_bytes), self._cpu_s(sizes_bytes))
+
+    def _wire_s(self, sizes_bytes: Floats) -> Floats:
         curve = self.measured.curve.curve
         scale = self.transfer / self.latency
         return np.array([self.latency * curve_time_s(curve, float(size) * scale) for size in sizes_bytes])
 
+    def _cpu_s(self, sizes_bytes: Floats) -> Floats:
+        """What the cores take for a size when they do nothing else; never falling with size."""
+        if self.is_same or not self.measured.curve.curve.cpu or math.isinf(self.cores):
+            return np.zeros(sizes_bytes.shape)
+        spent = _cpu_curve(self.measured.curve)
+        scale = self.moved / self.messages
+        return self.messages / self.cores * np.array([curve_time_s(spent, float(size) * scale) for size in sizes_bytes])
+
+    def is_cpu_bound(self, size_bytes: float) -> bool:
+        """Whether the cores, and no link, make it as slow as it is."""
+        size = np.array([float(size_bytes)])
+        return bool(self._cpu_s(size)[0] > self._wire_s(size)[0])
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the curve holds as it stands."""
+        return abs(self.latency - 1) < SAME and abs(self.transfer - 1) < SAME and self.measured.is_alike
+
     def is_in_range(self, size_bytes: float) -> bool:
         """Whether this very layout and size were measured."""
-        is_same = abs(self.latency - 1) < SAME and abs(self.transfer - 1) < SAME and self.measured.is_alike
-        return is_same and is_in_range(self.measured.curve.curve, size_bytes)
+        return self.is_same and is_in_range(self.measured.curve.curve, size_bytes)
 
     @property
     def origin(self) -> Origin:
         """The curve's own where it holds as it stands, else assumed."""
-        is_same = abs(self.latency - 1) < SAME and abs(self.transfer - 1) < SAME and self.measured.is_alike
-        return self.measured.curve.origin if is_same else "assumed"
+        return self.measured.curve.origin if self.is_same else "assumed"
 
     def uncertainty(self, size_bytes: float) -> float:
         """The curve's residual where it holds as it stands; carried over, no less than ``CARRIED``."""
@@ -117,10 +161,52 @@ def find_curve(
         )
     )
     for curve in held:
+        measured_on = fabric if curve.rate_bit_per_s is None else _bench(fabric, curve)
         try:
-            measured_at = place(fabric, curve.num_ranks, curve.ranks_per_host)
+            measured_at = place(measured_on, curve.num_ranks, curve.ranks_per_host)
         except UsageError:
             # The fabric no longer has the hosts it was measured on.
             continue
-        return Measured(curve, measured_at, stack_groups(measured_at, None), moves or curve.dtype == dtype)
+        is_alike = moves or curve.dtype == dtype
+        return Measured(curve, measured_on, measured_at, stack_groups(measured_at, None), is_alike)
     return None
+
+
+def _bench(fabric: Fabric, curve: CollectiveCurve) -> Fabric:
+    """The hosts that a curve of another network was measured on: as many as it needs, in one rack."""
+    assert curve.rate_bit_per_s is not None
+    rate = Figure(value=curve.rate_bit_per_s, origin=curve.origin)
+    num_hosts = max(1, curve.num_ranks // curve.ranks_per_host)
+    hosts = tuple(Host(name=f"h{i}", rate_bit_per_s=rate) for i in range(num_hosts))
+    return Fabric(name=fabric.name, hosts=hosts, rtt_s=fabric.rtt_s)
+
+
+@lru_cache(maxsize=64)
+def _cpu_curve(held: CollectiveCurve) -> Curve:
+    """CPU seconds of all ranks together against bytes; what noise makes fall with size is held level."""
+    curve = held.curve
+    spent = [held.num_ranks * time_s * share for time_s, share in zip(curve.times_s, curve.cpu, strict=True)]
+    return Curve(
+        sizes_bytes=curve.sizes_bytes,
+        times_s=tuple(accumulate((max(one, 1e-9) for one in spent), max)),
+        residual=curve.residual,
+    )
+
+
+def cores_of(fabric: Fabric, placement: Placement, groups: Sequence[Groups]) -> float:
+    """The cores that all ranks of the groups have together, on the machine with the fewest per rank.
+
+    Infinite where a host does not tell its own.
+    """
+    ranks = np.concatenate([part.ranks.ravel() for part in groups])
+    hosts, counts = np.unique(placement.host[ranks], return_counts=True)
+    if all(fabric.hosts[int(at)].cpus is None for at in hosts):
+        return math.inf
+    cores: dict[str, float] = defaultdict(float)
+    for host in fabric.hosts:
+        cores[host.machine or f"host {host.name}"] += math.inf if host.cpus is None else host.cpus
+    working: dict[str, int] = defaultdict(int)
+    for at, count in zip(hosts, counts, strict=True):
+        host = fabric.hosts[int(at)]
+        working[host.machine or f"host {host.name}"] += int(count)
+    return float(ranks.size * min(cores[machine] / count for machine, count in working.items()))

@@ -69,7 +69,9 @@ def collective_cost(
     held = [
         c
         for c in fabric.collectives
-        if (c.collective, c.backend, c.ranks_per_host) == (collective, backend, ranks_per_host) and not c.beside_compute
+        if (c.collective, c.backend, c.ranks_per_host) == (collective, backend, ranks_per_host)
+        and not c.beside_compute
+        and c.rate_bit_per_s is None  # else of another network: fabric.timing carries it over
     ]
     if not held:
         seconds = max(_ring_s(fabric, collective, size_bytes, num_ranks, ranks_per_host), bound_s)
@@ -124,11 +126,14 @@ def slowdown_beside_compute(
 
 
 def codec_stage_cost(
-    fabric: Fabric, codec: str, stage: str, size_bytes: int, num_ranks: int, *, kind: str = "default"
-) -> StageCost:
+    fabric: Fabric, codec: str, stage: str, size_bytes: int, num_ranks: int, *, kind: str = "default",
+    cpus_per_rank: float | None = None,
+) -> StageCost:  # fmt: skip
     """Cost of a codec's local stage for a bucket of ``size_bytes`` of fp32 gradient; monotone in size.
 
     Where the stage was measured for another rank count only, the nearest one is used and the answer is not in range.
+    ``cpus_per_rank``: cores that each rank has while all run the stage; where it was measured with another share of a
+    core it takes as many times as long. None: as many as when it was measured.
     Raises DataError where the stage was never measured on this kind of host: codec speed is not guessed.
     """
     held = [c for c in fabric.codecs if (c.codec, c.stage, c.kind) == (codec, stage, kind)]
@@ -139,9 +144,12 @@ def codec_stage_cost(
             hint="measure it with `wirespeed bench codecs`, then `wirespeed fabric calibrate`",
         )
     best: CodecCurve = min(held, key=lambda c: (_distance(c.num_ranks, num_ranks), c.num_ranks))
-    is_same = best.num_ranks == num_ranks
+    slower = 1.0
+    if cpus_per_rank is not None and best.cpus is not None:
+        slower = min(1.0, best.cpus) / min(1.0, cpus_per_rank)
+    is_same = best.num_ranks == num_ranks and slower == 1.0
     return StageCost(
-        seconds=curve_time_s(best.curve, size_bytes) if size_bytes > 0 else 0.0,
+        seconds=curve_time_s(best.curve, size_bytes) * slower if size_bytes > 0 else 0.0,
         origin=best.origin if is_same else "assumed",
         is_in_range=is_same and is_in_range(best.curve, size_bytes),
     )

@@ -30,6 +30,7 @@ class HostEntry(Entry, frozen=True, kw_only=True):
     rack: str = "r0"
     kind: str = "default"
     cpus: float | None = None
+    machine: str = ""
     rate: str | FigureEntry | None = None
     num_nics: int = 1
     switches: list[str] = []
@@ -110,6 +111,7 @@ class CollectiveEntry(Entry, frozen=True, kw_only=True):
     ranks_per_host: int = 1
     dtype: str = "float32"
     beside_compute: bool = False
+    rate: str | None = None
     origin: Origin = "declared"
     residual: float = 0.0
     points: list[list[str | float]]
@@ -122,6 +124,7 @@ class CodecEntry(Entry, frozen=True, kw_only=True):
     stage: str
     kind: str = "default"
     num_ranks: int
+    cpus: float | None = None
     origin: Origin = "declared"
     residual: float = 0.0
     points: list[list[str | float]]

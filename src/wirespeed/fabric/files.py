@@ -145,6 +145,7 @@ def _host(held: HostEntry, at: _Fields) -> Host:
         rack=held.rack,
         kind=held.kind,
         cpus=held.cpus,
+        machine=held.machine,
         rate_bit_per_s=at.maybe_rate("rate", held.rate),
         num_nics=held.num_nics,
         switches=tuple(held.switches),
@@ -222,6 +223,7 @@ def _collective(held: CollectiveEntry, at: _Fields) -> CollectiveCurve:
         ranks_per_host=held.ranks_per_host,
         dtype=held.dtype,
         beside_compute=held.beside_compute,
+        rate_bit_per_s=None if held.rate is None else at.rate("rate", held.rate).value,
         origin=held.origin,
         curve=at.read("points", lambda: _curve(held.points, held.residual)),
     )
@@ -233,6 +235,7 @@ def _codec(held: CodecEntry, at: _Fields) -> CodecCurve:
         stage=held.stage,
         kind=held.kind,
         num_ranks=held.num_ranks,
+        cpus=held.cpus,
         origin=held.origin,
         curve=at.read("points", lambda: _curve(held.points, held.residual)),
     )

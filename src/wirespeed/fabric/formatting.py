@@ -44,16 +44,17 @@ def format_fabric(fabric: Fabric) -> str:
         lines += _pairs(collective=c.collective, backend=c.backend, num_ranks=c.num_ranks)
         lines += _pairs(ranks_per_host=c.ranks_per_host, dtype=c.dtype, origin=c.origin)
         lines += ["beside_compute = true"] if c.beside_compute else []
+        lines += [] if c.rate_bit_per_s is None else _pairs(rate=exact_rate(c.rate_bit_per_s))
         lines += _curve_lines(c.curve)
     for k in fabric.codecs:
         lines += ["", "[[codecs]]"]
-        lines += _pairs(codec=k.codec, stage=k.stage, kind=k.kind, num_ranks=k.num_ranks, origin=k.origin)
+        lines += _pairs(codec=k.codec, stage=k.stage, kind=k.kind, num_ranks=k.num_ranks, cpus=k.cpus, origin=k.origin)
         lines += _curve_lines(k.curve)
     return "\n".join(lines) + "\n"
 
 
 def _host_lines(host: Host) -> list[str]:
-    lines = _pairs(name=host.name, rack=host.rack, kind=host.kind, cpus=host.cpus)
+    lines = _pairs(name=host.name, rack=host.rack, kind=host.kind, cpus=host.cpus, machine=host.machine or None)
     lines += _rate_lines("rate", host.rate_bit_per_s)
     lines += _pairs(num_nics=None if host.num_nics == 1 else host.num_nics)
     if host.switches:

@@ -17,7 +17,7 @@ import numpy as np
 from wirespeed.fabric.network import Floats, Ints
 from wirespeed.records import Collective
 
-Operation = Collective | Literal["reduce", "scatter", "gather", "send"]
+Operation = Collective | Literal["reduce", "gather", "send"]
 
 MAX_PAIRS = 512
 """Ranks up to which every pair of an all_to_all is a flow of its own; above, that many shifts stand for all."""
@@ -42,6 +42,15 @@ class Phase:
     """Each message passes every edge in turn (a ring): the mean hop counts, not the slowest."""
     stands_for: float = 1.0
     """Flows of the algorithm that one flow here stands for; matters to what one connection may reach."""
+    num_messages: float | None = None
+    """That cross between hosts; None: one per step of each rank that sends."""
+
+    @property
+    def messages(self) -> float:
+        """How many cross between hosts."""
+        if self.num_messages is not None:
+            return self.num_messages
+        return float(np.unique(self.source).size * self.net_steps)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,8 @@ class Timed:
     """Phases (P,) under protocols (K,): ``alpha_s`` and ``s_per_byte`` are (P, K), ``steps`` and ``depth`` (P, 1).
 
     ``host_bytes``: largest share of the size that one host sends. ``binding``: the link that takes the longest.
-    ``unknown``: a host that takes part and whose rate or latency the fabric does not tell.
+    ``unknown``: a host that takes part and whose rate or latency the fabric does not tell. ``messages`` and
+    ``net_weight``: what all ranks together send to other hosts, and the share of the size that it carries.
     """
 
     alpha_s: Floats
@@ -43,6 +44,8 @@ class Timed:
     origin: Origin
     unknown: str
     tcp: tuple[TcpTerms, ...]
+    messages: float
+    net_weight: float
 
     def seconds(self, sizes_bytes: Floats) -> Floats:
         """Times for sizes (S,), without the bound; never falling with size."""
@@ -141,6 +144,8 @@ def time_phases(
         origin="assumed" if speeds.is_assumed[hosts].any() else "declared",
         unknown=_unknown(fabric, speeds, hosts) if crosses else "",
         tcp=tuple(tcp),
+        messages=sum(phase.messages for phase in found),
+        net_weight=sum(part.net_weight for part in parts),
     )
 
 
@@ -154,6 +159,7 @@ class _Part:
     fan_in: int
     transport: Transport | None
     crosses: bool
+    net_weight: float
 
 
 def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: Phase, capacity: Floats) -> _Part:
@@ -194,6 +200,7 @@ def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: P
         fan_in=fan_in,
         transport=transport,
         crosses=has_net,
+        net_weight=float(phase.weight[crosses].sum()),
     )
 
 

@@ -18,17 +18,17 @@ from wirespeed.records import Collective
 
 Algorithm = Literal[
     "ring", "tree", "halving_doubling", "hierarchical", "pairwise", "bruck", "chain", "binomial", "flat",
-    "scatter_allgather", "direct",
+    "scatter_allgather", "direct", "relay",
 ]  # fmt: skip
 
-OPERATIONS: tuple[str, ...] = (*get_args(Collective), "reduce", "scatter", "gather", "send")
+OPERATIONS: tuple[str, ...] = (*get_args(Collective), "reduce", "gather", "send")
 
 
 def algorithms(operation: Operation, backend: str) -> tuple[Algorithm, ...]:
     """What a backend may choose from; backend "any" is everything that is known here."""
     gloo: dict[str, tuple[Algorithm, ...]] = {
         "all_reduce": ("ring",), "all_gather": ("ring",), "reduce_scatter": ("ring",), "all_to_all": ("pairwise",),
-        "broadcast": ("binomial",), "reduce": ("binomial",), "scatter": ("flat",), "gather": ("flat",),
+        "broadcast": ("relay",), "reduce": ("binomial",), "scatter": ("flat",), "gather": ("flat",),
         "send": ("direct",),
     }  # fmt: skip
     nccl: dict[str, tuple[Algorithm, ...]] = {
@@ -125,6 +125,7 @@ def merge(lists: list[list[Phase]]) -> list[Phase]:
                 depth=max(phase.depth for phase in at),
                 is_round=all(phase.is_round for phase in at),
                 stands_for=min(phase.stands_for for phase in at),
+                num_messages=sum(phase.messages for phase in at),
             )
         )
     return merged

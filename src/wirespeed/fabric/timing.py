@@ -19,15 +19,18 @@ import numpy as np
 
 from wirespeed.errors import DataError, UsageError
 from wirespeed.fabric.bounds import Bound, cut_bound
-from wirespeed.fabric.calibrated import Calibrated, find_curve
+from wirespeed.fabric.calibrated import Calibrated, cores_of, find_curve
 from wirespeed.fabric.network import Floats, Ints, network_of
 from wirespeed.fabric.patterns import Layout, Operation
 from wirespeed.fabric.phases import Timed, time_phases
 from wirespeed.fabric.placement import Groups, Placement, stack_groups
+from wirespeed.fabric.relays import relay
 from wirespeed.fabric.schedules import Algorithm, algorithms, merge, phases
 from wirespeed.fabric.topology import Fabric
 from wirespeed.spec.workload import Origin
 
+CORES = "the hosts' cores"
+"""What binds where the library's own work takes longer than the wire."""
 CLOSED_FORM = 0.35
 """Mean error of one latency and bandwidth on the worse of two published NCCL sweeps; their worst point is at 0.65."""
 
@@ -37,7 +40,7 @@ class Cost:
     """One collective of the slowest of its groups.
 
     ``latency_s``: what does not grow with bytes. ``lower_bound_s``: no algorithm is faster. ``binding``: the link that
-    limits it, or "latency". ``wire_bytes``: the most that one host sends. ``uncertainty``: relative; a measured curve's
+    limits it, "latency", or the cores (``CORES``). ``wire_bytes``: the most that one host sends. ``uncertainty``: relative; a measured curve's
     residual inside its range, else what is known of such models in general.
     """
 
@@ -110,6 +113,8 @@ class CollectiveModel:
         seconds = max(seconds, bound_s)
         latency_s = min(latency_s, seconds - bound_s)
         binding = "latency" if latency_s > seconds / 2 else timed.binding
+        if self.calibrated is not None and self.calibrated.is_cpu_bound(size_bytes):
+            binding = CORES
         return Cost(
             seconds=seconds,
             latency_s=latency_s,
@@ -193,11 +198,13 @@ def _model(fabric: Fabric, placement: Placement, groups: Sequence[Ints] | Ints |
     if measured is not None:
         native = algorithms(operation, measured.curve.backend if measured.curve.backend == "nccl" else "gloo")[0]
         wanted, reference = (
-            _timed(fabric, operation, at, which, names=(native,), share=1.0, is_cold=is_cold)
-            for at, which in ((placement, held), (measured.placement, measured.groups))
-        )
+            _timed(on, operation, at, which, names=(native,), share=1.0, is_cold=is_cold)
+            for on, at, which in (
+                (fabric, placement, held), (measured.fabric, measured.placement, measured.groups)
+            )
+        )  # fmt: skip
         if wanted and reference:
-            scaled = Calibrated.scaled(measured, wanted[0][1], reference[0][1])
+            scaled = Calibrated.scaled(measured, wanted[0][1], reference[0][1], cores_of(fabric, placement, held))
             return CollectiveModel(operation, bound, wanted, scaled)
     names = _named(operation, algorithm, offered)
     timed = _timed(fabric, operation, placement, held, names=names, share=share, is_cold=is_cold)
@@ -270,10 +277,13 @@ def _timed(
     layouts = _layouts(fabric, placement, groups)
     found: list[tuple[Algorithm, Timed]] = []
     for name in names:
-        lists = [phases(operation, name, layout) for layout in layouts]
-        if any(held is None for held in lists):
-            continue
-        together = merge([held for held in lists if held])
+        if name == "relay":
+            together = relay(network_of(fabric), placement, layouts) if layouts else []
+        else:
+            lists = [phases(operation, name, layout) for layout in layouts]
+            if any(held is None for held in lists):
+                continue
+            together = merge([held for held in lists if held])
         if together:
             timed = time_phases(fabric, operation, placement, together, share=share, is_cold=is_cold)
             found.append((name, timed))

@@ -42,6 +42,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     """Goodput of one NIC per direction."""
     cpus: float | None = None
     """Cores it can count on: fewer than its own count where hosts share a machine (a lab)."""
+    machine: str = ""
+    """Hosts that name the same machine share its cores, the sum of their ``cpus``; empty: it is its own."""
     num_nics: int = 1
     switches: tuple[str, ...] = ()
     num_devices: int = 1
@@ -58,6 +60,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
                 f"host {self.name!r} has {self.num_nics} NICs and {self.num_devices} devices",
                 expected="at least one of each",
             )
+        if self.cpus is not None and not 0 < self.cpus < math.inf:
+            raise DataError(f"host {self.name!r} has {self.cpus:g} cores", expected="a number above zero, or none")
         if self.switches and len(self.switches) != self.num_nics:
             raise DataError(
                 f"host {self.name!r} has {self.num_nics} NICs and names {len(self.switches)} switches for them",
@@ -107,6 +111,12 @@ class CollectiveCurve(msgspec.Struct, frozen=True, kw_only=True):
     """Of the elements summed; without meaning for collectives that only move bytes."""
     beside_compute: bool = False
     """Measured while every rank computed, as it does in backward; else alone."""
+    rate_bit_per_s: float | None = None
+    """Goodput of the NICs it was measured on, all in one rack, where those are not this fabric's own."""
+
+    def __post_init__(self) -> None:
+        if self.rate_bit_per_s is not None:
+            check_rate(self.rate_bit_per_s)
 
 
 class CodecCurve(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +131,8 @@ class CodecCurve(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     curve: Curve
     origin: Origin = "measured"
+    cpus: float | None = None
+    """Cores that each of the ranks had which ran the stage at the same time; None: not told."""
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True):

@@ -308,17 +308,19 @@ class Lab:
         on_line: Callable[[int, str, str], None] | None = None,
         should_stop: Callable[[], str | None] | None = None,
         cwd: str | Path | None = None,
+        order: Sequence[str] | None = None,
     ) -> RunResult:
         """Start one process per rank under the SPMD variables, wait for all, stop all when one fails.
 
-        Rank r is on host r // ranks_per_host. ``on_line(rank, "stdout" or "stderr", line)`` gets each line of
+        Rank r is on host r // ranks_per_host of ``order``: names of some or all hosts, None for all as they
+        are listed. ``on_line(rank, "stdout" or "stderr", line)`` gets each line of
         output; the default prints ``[rank] line``. ``timeout_s`` None waits as long as the program runs.
         ``should_stop`` is asked a few times a second; a text from it ends the run with that reason.
         Raises PeerFailure when the lab itself ends during the run.
         """
         return run_ranks(
             self, command, ranks_per_host=ranks_per_host, env=env, sched_batch=sched_batch, timeout_s=timeout_s,
-            on_line=on_line, should_stop=should_stop, cwd=cwd,
+            on_line=on_line, should_stop=should_stop, cwd=cwd, order=order,
         )  # fmt: skip
 
     @property

@@ -26,6 +26,7 @@ from wirespeed.errors import PeerFailure, UsageError, WirespeedError
 
 if TYPE_CHECKING:
     from wirespeed.lab.cluster import Lab
+    from wirespeed.lab.layout import LabHost
 
 TAIL_LINES = 50
 MAX_LINE_BYTES = 1 << 20
@@ -216,15 +217,17 @@ def run_ranks(
     on_line: OnLine | None,
     should_stop: ShouldStop | None = None,
     cwd: str | Path | None,
+    order: Sequence[str] | None = None,
 ) -> RunResult:
     """See ``Lab.run``."""
-    num_ranks = len(lab.hosts) * ranks_per_host
+    hosts = _in_order(lab, order)
+    num_ranks = len(hosts) * ranks_per_host
     if not 1 <= num_ranks <= MAX_RANKS:
         raise UsageError(
-            f"got {ranks_per_host} ranks on each of {len(lab.hosts)} hosts",
+            f"got {ranks_per_host} ranks on each of {len(hosts)} hosts",
             expected=f"1 to {MAX_RANKS} in all",
         )
-    port = lab.free_port("h0")
+    port = lab.free_port(hosts[0].name)
     run = _Run(lab, print_line if on_line is None else on_line, timeout_s)
     try:
         run.selector.register(lab.keeper_handle, selectors.EVENT_READ, None)
@@ -234,11 +237,11 @@ def run_ranks(
                 "WORLD_SIZE": str(num_ranks),
                 "LOCAL_RANK": str(number % ranks_per_host),
                 "LOCAL_WORLD_SIZE": str(ranks_per_host),
-                "MASTER_ADDR": lab.hosts[0].address,
+                "MASTER_ADDR": hosts[0].address,
                 "MASTER_PORT": str(port),
                 **({} if env is None else env),
             }
-            host = lab.hosts[number // ranks_per_host].name
+            host = hosts[number // ranks_per_host].name
             run.start(host, command, variables, sched_batch=sched_batch, cwd=cwd)
         given_up = run.wait(should_stop)
         failed, is_done = run.failed, run.num_running == 0 and run.failed is None
@@ -249,6 +252,16 @@ def run_ranks(
     if run.lab_ended and not is_done:
         raise PeerFailure(f"lab {lab.name} ended during the run", hint="see who called `lab down`, or the kernel's log")
     return _result(run, failed, given_up)
+
+
+def _in_order(lab: Lab, order: Sequence[str] | None) -> tuple[LabHost, ...]:
+    if order is None:
+        return lab.hosts
+    known = {host.name: host for host in lab.hosts}
+    wrong = [name for name in order if name not in known]
+    if wrong or not order or len(set(order)) != len(order):
+        raise UsageError(f"got the order {', '.join(order)}", expected=f"each at most once of {', '.join(known)}")
+    return tuple(known[name] for name in order)
 
 
 def _result(run: _Run, failed: _Rank | None, given_up: str | None) -> RunResult:

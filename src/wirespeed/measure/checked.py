@@ -28,7 +28,7 @@ class CheckedCollective:
         self.collective, self.dtype = collective, dtype
         self._rank, self._num_ranks = rank, num_ranks
         held: torch.dtype = getattr(torch, dtype)
-        parts = self._num_ranks if collective in ("all_gather", "reduce_scatter", "all_to_all") else 1
+        parts = 1 if collective in ("all_reduce", "broadcast") else self._num_ranks
         self._part = max(1, size_bytes // (parts * held.itemsize))
         self.size_bytes = parts * self._part * held.itemsize
         # 251 and 17 are prime: a part that lands in another part's place does not fit. Sums are exact whatever the
@@ -45,6 +45,7 @@ class CheckedCollective:
             "all_gather": (part, whole),
             "reduce_scatter": (whole, part),
             "all_to_all": (whole, torch.zeros_like(whole)),
+            "scatter": (whole if rank == 0 else whole[:0], part),
         }[collective]
 
     def fill(self, run: int) -> None:
@@ -67,6 +68,8 @@ class CheckedCollective:
                 reduce_scatter_single(self._receive, self._send)
             case "all_to_all":
                 all_to_all(self._receive, self._send)
+            case "scatter":
+                dist.scatter(self._receive, list(self._send.chunk(self._num_ranks)) if self._rank == 0 else None, src=0)
 
     def is_right(self, run: int) -> bool:
         """Whether every element of the result is what it has to be."""
@@ -83,6 +86,8 @@ class CheckedCollective:
                     is_same = self._matches(held, self._value(part, 0, run), 1)
                 case "all_to_all":
                     is_same = self._matches(held, self._value(part, self._rank, run), 1)
+                case "scatter":
+                    is_same = self._matches(held, self._value(0, self._rank, run), 1)
             if not is_same:
                 return False
         return True

@@ -88,6 +88,7 @@ def measure_collectives(
             cpus_per_rank=group.cpus_per_rank,
             samples=tuple(samples),
             compute_threads=compute_threads,
+            ranks_per_machine=group.ranks_per_machine,
             notes=tuple(notes),
         )
 

@@ -7,10 +7,13 @@ and then asked for many sizes.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from wirespeed.errors import UsageError
-from wirespeed.fabric.placement import Ints, Placement
+from wirespeed.fabric.calibrated import cores_of
+from wirespeed.fabric.placement import Ints, Placement, stack_groups
 from wirespeed.fabric.timing import CollectiveModel, prepare
 from wirespeed.fabric.topology import Fabric
 from wirespeed.records import Collective
@@ -151,6 +154,8 @@ class PlacedCosts:
         self.device = device
         self.backend = backend
         self.kind = fabric.hosts[int(placement.host[0])].kind
+        cores = cores_of(fabric, placement, stack_groups(placement, None)) / placement.num_ranks
+        self._cpus_per_rank = cores if math.isfinite(cores) else None
         self.bindings: dict[Collective, str] = {}
         self._models: dict[tuple[Collective, str], CollectiveModel] = {}
         self._transfers: dict[Transfer, TransferCost] = {}
@@ -185,7 +190,10 @@ class PlacedCosts:
 
         codec = strategy.name.partition("/")[0]
         if any((c.codec, c.stage, c.kind) == (codec, stage, self.kind) for c in self.fabric.codecs):
-            cost = codec_stage_cost(self.fabric, codec, stage, size_bytes, self.placement.num_ranks, kind=self.kind)
+            cost = codec_stage_cost(
+                self.fabric, codec, stage, size_bytes, self.placement.num_ranks, kind=self.kind,
+                cpus_per_rank=self._cpus_per_rank,
+            )  # fmt: skip
             return StageCost(seconds=cost.seconds, is_in_range=cost.is_in_range)
         moved = _PASSES.get(strategy.codec, {}).get(stage)
         if self.device is None or moved is None or stage not in STAGES[strategy.codec]:

@@ -52,10 +52,10 @@ class LabPlace:
 
     is_shaped = True
 
-    def __init__(self, lab: Lab, *, ranks_per_host: int = 1) -> None:
+    def __init__(self, lab: Lab, *, ranks_per_host: int = 1, order: Sequence[str] | None = None) -> None:
         self._lab = lab
         self.ranks_per_host = ranks_per_host
-        self.hosts = tuple(host.name for host in lab.hosts)
+        self.hosts = tuple(host.name for host in lab.hosts) if order is None else tuple(order)
         self.num_ranks = len(self.hosts) * ranks_per_host
         self.declared_bit_per_s: float | None = lab.spec.rate_bit_per_s
         self.description = f"lab of {len(self.hosts)} hosts"
@@ -74,6 +74,7 @@ class LabPlace:
                 on_line=tails.add,
                 should_stop=None if watch is None else watch.check,
                 timeout_s=timeout_s,
+                order=self.hosts,
             )
         finally:
             lines = tails.close()
