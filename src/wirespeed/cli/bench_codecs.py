@@ -29,6 +29,9 @@ def bench_codecs(
         str, typer.Option("--sizes", metavar="SIZES", help="Buckets of fp32 gradient, separated by commas.")
     ] = "256KiB,1MiB,4MiB,25MiB",
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=2, help="Group size whose messages are decoded.")] = 4,
+    concurrent: Annotated[
+        int, typer.Option("--concurrent", min=1, help="How many ranks of this machine run this command meanwhile.")
+    ] = 1,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each stage, at most.")] = 9,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads for torch; compiled kernels use one.")] = 1,
     kernels: Annotated[
@@ -45,6 +48,7 @@ def bench_codecs(
 
     Speeds are GB/s of fp32 gradient. "pays below" is the link rate up to which sending the bytes saved against dense
     takes longer than the codec, with nothing overlapped: on a faster link the codec alone costs more than it saves.
+    Where ranks share a machine's cores, run it on all of them at once and say so with --concurrent.
 
     Examples:
 
@@ -53,6 +57,8 @@ def bench_codecs(
       wirespeed bench codecs --strategies int8,topk@0.1%,topk@5% --sizes 25MiB --ranks 16
 
       wirespeed bench codecs --out codecs.json
+
+      wirespeed lab run --spec 4x1gbit -- wirespeed bench codecs --ranks 4 --concurrent 4 --out codecs.json
     """
     import torch
 
@@ -67,8 +73,9 @@ def bench_codecs(
     torch.set_num_threads(threads)
     try:
         record = measure_codecs(
-            wanted, sizes_bytes, num_ranks=ranks, repeats=repeats, deadline_s=duration_s, kernels=choice
-        )
+            wanted, sizes_bytes, num_ranks=ranks, concurrent=concurrent, repeats=repeats, deadline_s=duration_s,
+            kernels=choice,
+        )  # fmt: skip
     finally:
         torch.set_num_threads(before)
     if out is not None:

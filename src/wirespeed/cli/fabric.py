@@ -29,6 +29,7 @@ app.command("new")(fabric_shapes.new)
 app.command("import")(fabric_shapes.import_fabric)
 app.command("nics")(fabric_shapes.nics)
 app.command("cost")(fabric_shapes.cost)
+app.command("extend")(fabric_shapes.extend_fabric)
 
 BAD_RESIDUAL = 0.2
 MAX_ROWS = 40

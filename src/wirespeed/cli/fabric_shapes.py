@@ -134,6 +134,50 @@ def _read(path: Path) -> str:
         raise DataError(f"cannot read {path}: {fault}") from fault
 
 
+def extend_fabric(
+    fabric: Annotated[Path, typer.Argument(help="A fabric.toml that was calibrated.", metavar="FABRIC")],
+    *,
+    out: Annotated[Path, _OUT],
+    hosts: Annotated[int, typer.Option("--hosts", "-n", min=1, help="How many hosts.")],
+    rate: Annotated[str | None, typer.Option("--rate", "-r", help="Of each NIC; default as measured.")] = None,
+    racks: Annotated[int, typer.Option("--racks", min=1, help="How many racks share them.")] = 1,
+    uplink: Annotated[str | None, typer.Option("--uplink", help="Of each rack; default does not bind.")] = None,
+    measured_line: Annotated[
+        str | None,
+        typer.Option("--measured-line", help="Line rate of the measured hosts: then --rate and --uplink are line rates."),
+    ] = None,
+) -> int:
+    """Carry what was measured on a few hosts to more hosts, other rates or several racks, before they are bought.
+
+    The curves of collectives and codecs and their cost to the cores are kept; rates and uplinks are declared. `plan`
+    carries the curves over and marks what it says as assumed. Without --measured-line rates are goodput: what a TCP
+    stream delivers.
+
+    Examples:
+
+      wirespeed fabric extend four-hosts.toml --hosts 32 --racks 4 --uplink 100gbit -o planned.toml
+
+      wirespeed fabric extend lab.toml --hosts 8 --rate 1gbit --measured-line 250mbit -o faster.toml
+    """
+    from wirespeed.fabric.extension import extend
+    from wirespeed.fabric.files import read_fabric, write_fabric
+
+    def parse(text: str | None) -> float | None:
+        return None if text is None else units.parse_rate(text)
+
+    held = extend(
+        read_fabric(fabric),
+        num_hosts=hosts,
+        rate_bit_per_s=parse(rate),
+        measured_line_bit_per_s=parse(measured_line),
+        num_racks=racks,
+        uplink_bit_per_s=parse(uplink),
+        name=out.stem,
+    )
+    say(f"wrote {write_fabric(out, held)}")
+    return 0
+
+
 def nics(
     *,
     size: Annotated[str, typer.Option("--size", help="Of the message.")] = "128 MB",

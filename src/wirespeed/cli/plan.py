@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 import msgspec
 import typer
 
-from wirespeed.cli import plan_serve, plan_what_if
+from wirespeed.cli import plan_collective, plan_serve, plan_what_if
 from wirespeed.cli.plan_answer import (
     answer_document,
     print_answer,
@@ -33,6 +33,7 @@ app = typer.Typer(
 )
 plan_serve.register(app)
 plan_what_if.register(app)
+plan_collective.register(app)
 
 FidelityName = Literal["exact", "half", "compressed", "lossy"]
 
@@ -245,8 +246,9 @@ def _search(
     from wirespeed.spec.strategy import Strategy
 
     held, network = read_workload(workload), load_fabric(fabric)
+    is_own = all(curve.rate_bit_per_s is None for curve in network.collectives)
     strategies = None if not names else list(dict.fromkeys([Strategy(), *map(Strategy.parse, names)]))
-    if network.collectives:
+    if network.collectives and is_own and not network.uplinks and not network.switches:
         return held, search(held, network, fidelity, strategies=strategies), costs_of(held, network)
     from wirespeed.fabric.placement import place
 

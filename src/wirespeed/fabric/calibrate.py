@@ -146,10 +146,12 @@ def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, fl
 
 
 def _codec_curves(records: Sequence[CodecsRecord]) -> tuple[CodecCurve, ...]:
-    settings = {(r.device, r.kernels, r.concurrent) for r in records}
-    if len(settings) > 1:
+    settings = {(r.device, r.kernels) for r in records}
+    shares = {record.num_ranks: record.environment.num_cpus / record.concurrent for record in records}
+    if len(settings) > 1 or any(r.environment.num_cpus / r.concurrent != shares[r.num_ranks] for r in records):
+        every = sorted({(r.device, r.kernels, r.concurrent) for r in records})
         raise DataError(
-            f"the codec records differ in device, kernels or concurrency: {sorted(settings)}",
+            f"the codec records differ in device, kernels or concurrency: {every}",
             expected="one setting",
             hint="calibrate with the records of the setting that training will run in",
         )
@@ -158,15 +160,13 @@ def _codec_curves(records: Sequence[CodecsRecord]) -> tuple[CodecCurve, ...]:
         for sample in record.samples:
             _check_times(sample.times_s, f"stage {sample.stage!r} of codec {sample.codec!r}")
             times[sample.codec, sample.stage, record.num_ranks][sample.size_bytes].extend(sample.times_s)
-    shares = {record.environment.num_cpus / record.concurrent for record in records}
-    cpus = shares.pop() if len(shares) == 1 else None
     return tuple(
         CodecCurve(
             codec=codec,
             stage=stage,
             kind="default",
             num_ranks=num_ranks,
-            cpus=cpus,
+            cpus=shares[num_ranks],
             curve=fit_curve({size: median(runs) for size, runs in by_size.items()}),
         )
         for (codec, stage, num_ranks), by_size in sorted(times.items())

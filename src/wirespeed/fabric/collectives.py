@@ -143,16 +143,27 @@ def codec_stage_cost(
             expected="a curve in [[codecs]]",
             hint="measure it with `wirespeed bench codecs`, then `wirespeed fabric calibrate`",
         )
-    best: CodecCurve = min(held, key=lambda c: (_distance(c.num_ranks, num_ranks), c.num_ranks))
-    slower = 1.0
-    if cpus_per_rank is not None and best.cpus is not None:
-        slower = min(1.0, best.cpus) / min(1.0, cpus_per_rank)
-    is_same = best.num_ranks == num_ranks and slower == 1.0
+    nearest = sorted(held, key=lambda c: (_distance(c.num_ranks, num_ranks), c.num_ranks))
+    best: CodecCurve = nearest[0]
+    seconds = _stage_s(best, size_bytes, cpus_per_rank)
+    if best.num_ranks != num_ranks and len(nearest) > 1:
+        # Some stages take as long for any group, others as many times as long as it has ranks: a line tells both.
+        other = nearest[1]
+        per_rank_s = (_stage_s(other, size_bytes, cpus_per_rank) - seconds) / (other.num_ranks - best.num_ranks)
+        seconds += max(0.0, per_rank_s) * (num_ranks - best.num_ranks)
+    is_same = best.num_ranks == num_ranks and seconds == curve_time_s(best.curve, size_bytes)
     return StageCost(
-        seconds=curve_time_s(best.curve, size_bytes) * slower if size_bytes > 0 else 0.0,
+        seconds=max(0.0, seconds) if size_bytes > 0 else 0.0,
         origin=best.origin if is_same else "assumed",
         is_in_range=is_same and is_in_range(best.curve, size_bytes),
     )
+
+
+def _stage_s(held: CodecCurve, size_bytes: int, cpus_per_rank: float | None) -> float:
+    seconds = curve_time_s(held.curve, size_bytes)
+    if cpus_per_rank is None or held.cpus is None:
+        return seconds
+    return seconds * min(1.0, held.cpus) / min(1.0, cpus_per_rank)
 
 
 def codec_stage_s(

@@ -80,6 +80,27 @@ def place(
     return Placement(host=host, device=np.arange(wanted, dtype=np.int64) - starts)
 
 
+def place_on(fabric: Fabric, hosts: Sequence[str], *, ranks_per_host: int = 1) -> Placement:
+    """Ranks on the hosts of these names, in this order: all hosts or some, each at most once.
+
+    Raises UsageError naming a host that the fabric does not have or that stands twice.
+    """
+    index = {host.name: i for i, host in enumerate(fabric.hosts)}
+    wrong = next((name for i, name in enumerate(hosts) if name not in index or name in hosts[:i]), None)
+    if wrong is not None or not hosts:
+        known = ", ".join(list(index)[:8]) + (", ..." if len(index) > 8 else "")
+        raise UsageError(
+            "got no hosts" if wrong is None else f"got host {wrong!r} {'twice' if wrong in index else 'in the order'}",
+            expected=f"hosts of the fabric, each once: {known}",
+        )
+    if ranks_per_host < 1:
+        raise UsageError(f"got {ranks_per_host} ranks per host", expected="at least 1")
+    held = np.array([index[name] for name in hosts], dtype=np.int64)
+    return Placement(
+        host=np.repeat(held, ranks_per_host), device=np.tile(np.arange(ranks_per_host, dtype=np.int64), held.size)
+    )
+
+
 def host_order(fabric: Fabric, order: Order = "racks", *, seed: int | None = None) -> list[int]:
     """Indexes of the fabric's hosts in an order of ``place``."""
     listed = list(range(len(fabric.hosts)))

@@ -1,0 +1,337 @@
+"""Predict first, then run, then compare: the planner against this machine's own labs.
+
+Calibrated once, at the start, on runs of 2 and 4 hosts in one rack (`bench links`, `bench collectives`, `bench codecs`,
+`fabric calibrate`). Then 24 scenarios are drawn from the seed, all predicted with what `wirespeed plan
+collective` and the replay's predictor use, the predictions written down, and only then run. What binds a run is read
+from byte counters (``_lab_meter``), not from a model.
+
+    python benchmarks/validate_lab.py --seed 1 --check
+
+Results stay in a folder (--work), so that a run can be done in parts (--part 2/5) and go on where it was stopped; what
+is measured there already is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from _harness import Bar, finish
+from _lab_meter import Meter
+from _lab_scenarios import Scenario, draw, quick
+from wirespeed.fabric.extension import extend
+from wirespeed.fabric.files import read_fabric, write_fabric
+from wirespeed.fabric.placement import place_on
+from wirespeed.fabric.topology import Fabric
+from wirespeed.lab import Lab, LabSpec
+from wirespeed.plan.axes import PlacedCosts
+from wirespeed.plan.collective import binding_kind, predict_collective
+from wirespeed.plan.models import load_model
+from wirespeed.records import CodecsRecord, CollectivesRecord, LinksRecord, read, write_bytes
+from wirespeed.sim.training import predict_step
+from wirespeed.spec.strategy import Strategy
+from wirespeed.tune.places import LabPlace
+from wirespeed.tune.replay import ReplayOptions, first_bucket_bytes, options_of, run_replay, scaled_strategy
+
+LINE_BIT_PER_S = 250e6
+"""Of the labs it is calibrated on: so slow that four hosts leave the cores idle for most of the time."""
+SIZES, REPEATS = "4KiB,64KiB,512KiB,2MiB,6MiB", 8
+QUICK_SIZES, QUICK_REPEATS = "4KiB,256KiB,2MiB", 5
+MEAN_ERROR, WORST_ERROR = 0.08, 0.20
+RUN_TIMEOUT_S = 120.0
+
+
+class Quiet:
+    """Progress of a replay: nothing."""
+
+    def phase(self, text: str, *, total: int | None = None) -> None:
+        """See ``tune.loop.Progress``."""
+
+    def advance(self, step: int) -> None:
+        """See ``tune.loop.Progress``."""
+
+    def note(self, text: str) -> None:
+        """See ``tune.loop.Progress``."""
+        say(text)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def bench(lab: Lab, arguments: Sequence[str], *, order: Sequence[str] | None = None) -> None:
+    """`wirespeed bench ...` on every rank of a lab; raises RuntimeError with what it said where it fails."""
+    told: list[str] = []
+    result = lab.run(
+        [sys.executable, "-m", "wirespeed", "bench", *arguments],
+        timeout_s=RUN_TIMEOUT_S,
+        on_line=lambda rank, stream, line: told.append(f"[{rank}] {line}"),
+        order=order,
+    )
+    if result.returncode != 0:
+        raise RuntimeError(f"bench {arguments[0]} ended with {result.returncode}: " + "\n".join(told[-12:]))
+
+
+# Calibration.
+
+
+def calibrated(work: Path, strategies: Sequence[str], *, is_quick: bool) -> Fabric:
+    """The fabric of the work folder, made where it is not there."""
+    target = work / "fabric.toml"
+    if not target.is_file():
+        measure_all(work, strategies, is_quick=is_quick)
+        write_fabric(target, fit(work))
+    return read_fabric(target)
+
+
+def measure_all(work: Path, strategies: Sequence[str], *, is_quick: bool) -> None:
+    """The records that the fabric is calibrated with: 2 and 4 hosts, one rack, and nothing else."""
+    began = time.monotonic()
+    sizes, repeats = (QUICK_SIZES, QUICK_REPEATS) if is_quick else (SIZES, REPEATS)
+    codecs = [name for name in strategies if name != "dense"]
+    for hosts in (4, 2):
+        with Lab(LabSpec(hosts=hosts, rate_bit_per_s=LINE_BIT_PER_S)) as lab:
+            if hosts == 4:
+                bench(lab, ["links", "--streams", "1", "--out", str(work / "links.json")])
+            out = work / f"collectives-{hosts}.json"
+            bench(
+                lab, ["collectives", "--sizes", sizes, "--dtypes", "float32,float16", "--repeats", str(repeats),
+                      "--deadline", "80 s", "--out", str(out)]
+            )  # fmt: skip
+            if codecs:
+                # One process is enough: where ranks outnumber the cores, it is CPU time that is counted.
+                bench(
+                    lab, ["codecs", "--strategies", ",".join(codecs), "--sizes", "16KiB,128KiB,512KiB,2MiB",
+                          "--ranks", str(hosts), "--concurrent", str(hosts), "--time", "3 s" if is_quick else "5 s",
+                          "--out", str(work / f"codecs-{hosts}.json")],
+                    order=["h0"],
+                )  # fmt: skip
+            say(f"calibration: {hosts} hosts after {time.monotonic() - began:.0f} s")
+    say(f"calibrated in {time.monotonic() - began:.0f} s")
+
+
+def fit(work: Path) -> Fabric:
+    """The same as `wirespeed fabric calibrate` with the records of the folder."""
+    from wirespeed.fabric.calibrate import calibrate
+
+    return calibrate(
+        read(work / "links.json", LinksRecord),
+        [read(path, CollectivesRecord) for path in sorted(work.glob("collectives-*.json"))],
+        [read(path, CodecsRecord) for path in sorted(work.glob("codecs-*.json"))],
+        name="lab",
+    )
+
+
+# Predictions.
+
+
+def fabric_of(scenario: Scenario, base: Fabric) -> Fabric:
+    """What `wirespeed fabric extend` makes of the calibrated fabric for the scenario's lab."""
+    return extend(
+        base,
+        num_hosts=scenario.hosts,
+        rate_bit_per_s=scenario.rate_bit_per_s,
+        measured_line_bit_per_s=LINE_BIT_PER_S,
+        num_racks=scenario.racks,
+        uplink_bit_per_s=scenario.uplink_bit_per_s,
+        name=f"scenario {scenario.number}",
+    )
+
+
+def replay_options(scenario: Scenario) -> ReplayOptions:
+    """What a training scenario runs."""
+    return options_of(
+        load_model(scenario.model), [Strategy.parse(scenario.strategy)], num_ranks=len(scenario.order),
+        scale=scenario.scale, compute_s=scenario.compute_s, num_steps=6, rounds=1, predicts=False, links_s=0.0,
+    )  # fmt: skip
+
+
+def predict(scenario: Scenario, base: Fabric) -> dict[str, Any]:
+    """Seconds and what binds, from the calibrated fabric alone."""
+    fabric = fabric_of(scenario, base)
+    if scenario.what != "training":
+        dtype = "float32" if scenario.operation in ("all_reduce", "reduce_scatter") else "uint8"
+        held = predict_collective(
+            fabric, scenario.operation, scenario.size_bytes, order=scenario.order, backend="gloo", dtype=dtype
+        )
+        return {"seconds": held.seconds, "binding": held.binding, "kind": held.binding_kind}
+    options = replay_options(scenario)
+    strategy = scaled_strategy(options.strategies[0], scenario.scale)
+    costs = PlacedCosts(fabric, place_on(fabric, scenario.order), None, backend="gloo")
+    first = min(first_bucket_bytes(scenario.scale), strategy.bucket_bytes)
+    found = predict_step(options.workload, strategy, costs, first_bucket_bytes=first)
+    links = list(costs.bindings.values())
+    return {
+        "seconds": found.step_s,
+        "binding": links[0],
+        "kind": binding_kind(links[0]),
+        "resource": found.binding,
+        "exposed_s": found.exposed_s,
+    }
+
+
+# Measurements.
+
+
+def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """Run the scenario on a lab of its own: seconds, and what its links carried meanwhile."""
+    with Lab(scenario.spec) as lab, Meter(lab) as meter:
+        found = _RUNNERS[scenario.what](scenario, lab, folder)
+    reading = meter.reading
+    return {**found, "reading": asdict(reading), "verdict": reading.verdict}
+
+
+def run_collective(scenario: Scenario, lab: Lab, folder: Path) -> dict[str, Any]:
+    out = folder / f"collective-{scenario.number}.json"
+    bench(
+        lab,
+        ["collectives", "--only", scenario.operation, "--sizes", f"{scenario.size_bytes}B", "--dtypes", "float32",
+         "--repeats", str(scenario.repeats), "--warmup", "1", "--out", str(out)],
+        order=scenario.order,
+    )  # fmt: skip
+    (sample,) = read(out, CollectivesRecord).samples
+    if not sample.is_correct:
+        raise RuntimeError(f"{scenario.name} gave wrong results")
+    return {"seconds": statistics.median(sample.times_s), "runs_s": sample.times_s}
+
+
+def run_send(scenario: Scenario, lab: Lab, folder: Path) -> dict[str, Any]:
+    out = folder / f"links-{scenario.number}.json"
+    bench(lab, ["links", "--streams", "1", "--duration", "2 s", "--out", str(out)], order=scenario.order)
+    source, target = scenario.order
+    sample = next(s for s in read(out, LinksRecord).samples if (s.source, s.target) == (source, target))
+    rates = sample.bit_per_s
+    return {
+        "seconds": 8 * scenario.size_bytes / statistics.median(rates),
+        "runs_s": [8 * scenario.size_bytes / rate for rate in rates],
+    }
+
+
+def run_training(scenario: Scenario, lab: Lab, folder: Path) -> dict[str, Any]:
+    place = LabPlace(lab, order=scenario.order)
+    with tempfile.TemporaryDirectory(prefix="wirespeed-lab-") as held:
+        record = run_replay(replay_options(scenario), place, Path(held), Quiet())
+    (arm,) = record.arms
+    return {"seconds": arm.step_s, "runs_s": arm.step_times_s, "compute_s": record.measured_compute_s}
+
+
+_RUNNERS = {"collective": run_collective, "send": run_send, "training": run_training}
+
+
+# The whole.
+
+
+def compare(scenario: Scenario, predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """One row: the scenario, both times, the error, and whether what binds was named."""
+    kinds = {"host NIC": "host NIC", "uplink": "rack uplink"}
+    named = kinds.get(predicted["kind"], "none")
+    return {
+        "scenario": scenario.as_dict(),
+        "predicted": predicted,
+        "measured": measured,
+        "error": predicted["seconds"] / measured["seconds"] - 1,
+        "named": named,
+        "is_named_right": named == measured["verdict"],
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    held, predicted, measured = row["scenario"], row["predicted"], row["measured"]
+    reading = measured["reading"]
+    uplink = held["uplink_bit_per_s"]
+    network = f"{len(held['order'])} of {held['hosts']} x {held['rate_bit_per_s'] / 1e6:.0f}"
+    network += "" if uplink is None else f", 2 x {uplink / 1e6:.0f}"
+    print(
+        f"{held['number']:2d} {held['name']:20s} {network:20s} "
+        f"{predicted['seconds'] * 1e3:8.1f} {measured['seconds'] * 1e3:8.1f} ms {row['error']:+7.1%}  "
+        f"{row['named']:11s} {'=' if row['is_named_right'] else '!'} {measured['verdict']:11s} "
+        f"nic {reading['nic']:.2f} up {reading['uplink']:.2f} cores {reading['cores']:.2f}  {predicted['binding']}"
+    )
+
+
+def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
+    errors = [abs(row["error"]) for row in rows]
+    wrong = sum(not row["is_named_right"] for row in rows)
+    return [
+        Bar("lab: scenarios", len(rows), 20),
+        Bar("lab: mean error", statistics.fmean(errors), MEAN_ERROR, at_least=False),
+        Bar("lab: worst error", max(errors), WORST_ERROR, at_least=False),
+        Bar("lab: scenarios whose binding link is named wrong", wrong, 0, at_least=False),
+    ]
+
+
+def part_of(scenarios: Sequence[Scenario], text: str) -> list[Scenario]:
+    """The scenarios of part i/n: every n-th."""
+    which, _, parts = text.partition("/")
+    if not (which.isdecimal() and parts.isdecimal() and 1 <= int(which) <= int(parts)):
+        raise SystemExit(f"got --part {text!r}; expected I/N with 1 <= I <= N")
+    return list(scenarios[int(which) - 1 :: int(parts)])
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1, help="what the scenarios are drawn from")
+    parser.add_argument("--check", action="store_true", help="print one line per bar, and exit 1 if one is short")
+    parser.add_argument("--quick", action="store_true", help="four scenarios; results are not kept unless --out")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where results go (benchmarks/results/NAME.json)")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="where records stay; default a temporary folder")
+    parser.add_argument("--part", metavar="I/N", default="1/1", help="run only every N-th scenario, from the I-th")
+    parser.add_argument("--only-calibrate", action="store_true", help="measure and fit the fabric, and stop")
+    parser.add_argument("--again", action="store_true", help="fit and predict again from what is measured in --work")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = options()
+    scenarios = quick(args.seed) if args.quick else draw(args.seed)
+    with tempfile.TemporaryDirectory(prefix="wirespeed-lab-") as temporary:
+        work = Path(temporary) if args.work is None else args.work
+        work.mkdir(parents=True, exist_ok=True)
+        return validate(args, scenarios, work)
+
+
+def validate(args: argparse.Namespace, scenarios: Sequence[Scenario], work: Path) -> int:
+    strategies = list(dict.fromkeys(s.strategy for s in scenarios if s.strategy))
+    began = time.monotonic()
+    if args.again:
+        write_fabric(work / "fabric.toml", fit(work))
+    base = calibrated(work, strategies, is_quick=args.quick)
+    if args.only_calibrate:
+        return 0
+    told = work / f"predictions-{args.seed}.json"
+    if not told.is_file() or args.again:
+        found = {str(s.number): predict(s, base) for s in scenarios}
+        document = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "predictions": found}
+        write_bytes(told, json.dumps(document, indent=1).encode())
+    predictions = json.loads(told.read_bytes())["predictions"]
+    for scenario in part_of(scenarios, args.part):
+        target = work / f"measured-{args.seed}-{scenario.number}.json"
+        if not target.is_file():
+            write_bytes(target, json.dumps(run(scenario, work), indent=1).encode())
+            show(compare(scenario, predictions[str(scenario.number)], json.loads(target.read_bytes())))
+    rows = []
+    for scenario in scenarios:
+        target = work / f"measured-{args.seed}-{scenario.number}.json"
+        if target.is_file():
+            rows.append(compare(scenario, predictions[str(scenario.number)], json.loads(target.read_bytes())))
+    if len(rows) < len(scenarios):
+        say(f"{len(rows)} of {len(scenarios)} scenarios are measured in {work}")
+        return 0
+    print(f"{'':2} {'scenario':20s} {'hosts x Mbit/s':20s} {'predicted':>8} {'measured':>8}    {'error':>7}  named, measured")
+    for row in rows:
+        show(row)
+    results = {"seed": args.seed, "took_s": time.monotonic() - began, "rows": rows}
+    return finish("validate_lab", bars_of(rows), results, check=args.check, is_quick=args.quick, out=args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
