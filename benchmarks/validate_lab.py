@@ -326,7 +326,7 @@ def validate(args: argparse.Namespace, scenarios: Sequence[Scenario], work: Path
     if len(rows) < len(scenarios):
         say(f"{len(rows)} of {len(scenarios)} scenarios are measured in {work}")
         return 0
-    print(f"{'':2} {'scenario':20s} {'hosts x Mbit/s':20s} {'predicted':>8} {'measured':>8}    {'error':>7}  named, measured")
+    print(f"   {'scenario':20s} {'hosts x Mbit/s':20s} predicted measured      error  named, measured")
     for row in rows:
         show(row)
     results = {"seed": args.seed, "took_s": time.monotonic() - began, "rows": rows}

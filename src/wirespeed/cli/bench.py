@@ -134,8 +134,8 @@ def collectives(
     """Time collectives over torch.distributed, with every result checked in the run that is timed.
 
     Sizes are nccl-tests': the buffer for all_reduce and broadcast, the whole output of all_gather, the whole input of
-    reduce_scatter, the whole send buffer of all_to_all, the root's of scatter. busbw is what each link carries if the algorithm is a ring; it
-    stands beside the wire rate: of --links, else of the lab, else of the NIC.
+    reduce_scatter, the whole send buffer of all_to_all, the root's of scatter. busbw is what each link carries if the
+    algorithm is a ring; it stands beside the wire rate: of --links, else of the lab, else of the NIC.
 
     Exit code 1 where a result was wrong.
 

@@ -144,7 +144,7 @@ def extend_fabric(
     uplink: Annotated[str | None, typer.Option("--uplink", help="Of each rack; default does not bind.")] = None,
     measured_line: Annotated[
         str | None,
-        typer.Option("--measured-line", help="Line rate of the measured hosts: then --rate and --uplink are line rates."),
+        typer.Option("--measured-line", help="Line rate of the measured hosts; then the others are line rates too."),
     ] = None,
 ) -> int:
     """Carry what was measured on a few hosts to more hosts, other rates or several racks, before they are bought.

@@ -1,52 +1,95 @@
 """The command `wirespeed`: joins the commands and turns errors into messages and exit codes.
 
-Commands import what is heavy (torch, plotly, pyroute2) inside their functions, so that ``--help`` is quick.
+Commands import what is heavy (torch, plotly, pyroute2) inside their functions, so that ``--help`` is quick. Of the
+command that is asked for only the module is imported, and only its options are read: all of them take a quarter of a
+second. ``app`` holds every command, and is made when somebody asks for it (``--help``, a name that is not known).
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import sys
 import traceback
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 import wirespeed
-from wirespeed.cli import bench, doctor, doctor_hosts, doctor_logs, fabric, lab, launch, plan, repo, report, serve, tune
 from wirespeed.errors import WirespeedError
-
-app = typer.Typer(
-    name="wirespeed",
-    help="Find, predict and remove the network bottleneck of distributed AI.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 # Options of ours may stand before or after the script; what we do not know is the script's, and so is all after "--".
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+_BEFORE = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
-app.command("tune", context_settings=_PASS_ON)(tune.tune)
-app.command("profile", context_settings=_PASS_ON)(tune.profile)
-app.add_typer(lab.app, name="lab")
-app.add_typer(bench.app, name="bench")
-app.add_typer(fabric.app, name="fabric")
-app.add_typer(plan.app, name="plan")
-app.add_typer(doctor.app, name="doctor")
-doctor.app.command("drift")(doctor_hosts.drift_of)
-doctor.app.command("path")(doctor_hosts.path_to)
-doctor.app.command("logs")(doctor_logs.logs)
-doctor.app.command("fabric")(doctor_logs.fabric)
-app.command("why")(doctor_logs.why)
-app.add_typer(repo.app, name="repo")
-app.command("report")(report.report)
-app.command("serve")(serve.serve)
-app.command("load")(serve.load)
-app.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
-    launch.launch_program
-)
+# By name, in the order of --help: the module in this package, what of it (a group's ``app``, or a function), settings.
+_COMMANDS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
+    "tune": ("tune", "tune", _PASS_ON),
+    "profile": ("tune", "profile", _PASS_ON),
+    "lab": ("lab", "app", None),
+    "bench": ("bench", "app", None),
+    "fabric": ("fabric", "app", None),
+    "plan": ("plan", "app", None),
+    "doctor": ("doctor", "app", None),
+    "why": ("doctor_logs", "why", None),
+    "repo": ("repo", "app", None),
+    "report": ("report", "report", None),
+    "serve": ("serve", "serve", None),
+    "load": ("serve", "load", None),
+    "launch": ("launch", "launch_program", _BEFORE),
+}
+
+
+@functools.cache
+def _complete(module: str) -> Any:
+    """A module of this package, with the commands that other modules add to its group."""
+    held = importlib.import_module(f"wirespeed.cli.{module}")
+    if module == "doctor":
+        from wirespeed.cli import doctor_hosts, doctor_logs
+
+        held.app.command("drift")(doctor_hosts.drift_of)
+        held.app.command("path")(doctor_hosts.path_to)
+        held.app.command("logs")(doctor_logs.logs)
+        held.app.command("fabric")(doctor_logs.fabric)
+    return held
+
+
+@functools.cache
+def _app_with(*names: str) -> typer.Typer:
+    """The command line with these commands."""
+    made = typer.Typer(
+        name="wirespeed",
+        help="Find, predict and remove the network bottleneck of distributed AI.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    made.callback()(_options)
+    for name in names:
+        module, part, settings = _COMMANDS[name]
+        held = getattr(_complete(module), part)
+        if isinstance(held, typer.Typer):
+            made.add_typer(held, name=name)
+        else:
+            made.command(name, context_settings=settings)(held)
+    return made
+
+
+def __getattr__(name: str) -> typer.Typer:
+    if name == "app":
+        return _app_with(*_COMMANDS)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _app_for(arguments: list[str]) -> Callable[..., Any]:
+    """What has the command that the arguments begin with; everything where they begin with none."""
+    if arguments and arguments[0] in _COMMANDS:
+        return _app_with(arguments[0])
+    everything: Callable[..., Any] = sys.modules[__name__].app
+    return everything
 
 
 def _show_version(wanted: bool) -> None:
@@ -55,7 +98,6 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
@@ -75,7 +117,8 @@ def run() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and give its exit code."""
     try:
-        result = app(args=arguments, standalone_mode=False)
+        given = sys.argv[1:] if arguments is None else arguments
+        result = _app_for(given)(args=given, standalone_mode=False)
         sys.stdout.flush()
     except WirespeedError as fault:
         print(f"wirespeed: {fault}", file=sys.stderr)

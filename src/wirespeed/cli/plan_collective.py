@@ -24,9 +24,7 @@ def predict_one(
     ],
     *,
     sizes: Annotated[str, typer.Option("--bytes", "-b", help="Sizes by commas, such as 1MiB,16MiB.")],
-    fabric: Annotated[
-        str, typer.Option("--fabric", "-f", help="fabric.toml, or one line of words.", metavar="FABRIC")
-    ],
+    fabric: Annotated[str, typer.Option("--fabric", "-f", help="fabric.toml, or one line of words.", metavar="FABRIC")],
     order: Annotated[
         str | None, typer.Option("--order", help="Hosts in the order of ranks, by commas; default rack by rack.")
     ] = None,

@@ -77,9 +77,7 @@ def extend(
         uplinks=uplinks,
         rtt_s=fabric.rtt_s,
         collectives=tuple(
-            curve
-            if curve.rate_bit_per_s is not None
-            else msgspec.structs.replace(curve, rate_bit_per_s=slowest.value)
+            curve if curve.rate_bit_per_s is not None else msgspec.structs.replace(curve, rate_bit_per_s=slowest.value)
             for curve in fabric.collectives
         ),
         codecs=fabric.codecs,

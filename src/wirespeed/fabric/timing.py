@@ -40,8 +40,8 @@ class Cost:
     """One collective of the slowest of its groups.
 
     ``latency_s``: what does not grow with bytes. ``lower_bound_s``: no algorithm is faster. ``binding``: the link that
-    limits it, "latency", or the cores (``CORES``). ``wire_bytes``: the most that one host sends. ``uncertainty``: relative; a measured curve's
-    residual inside its range, else what is known of such models in general.
+    limits it, "latency", or the cores (``CORES``). ``wire_bytes``: the most that one host sends. ``uncertainty``:
+    relative; a measured curve's residual inside its range, else what is known of such models in general.
     """
 
     seconds: float
