@@ -1,7 +1,8 @@
 """How fast the planner's network layer answers, on the sizes that issue 4 names, two cores.
 
-Three bars: 200 strategies over 10,240 hosts on a real topology (a fat-tree, and rails with eight NICs and devices per
-host) in under 5 s each; one ring over 65,536 hosts in under 2 s. A strategy is groups, order of ranks, algorithm and 40
+Four bars: 200 strategies over 10,240 hosts on a real topology (a fat-tree, and rails with eight NICs and devices per
+host) in under 5 s each; one ring over 65,536 hosts in under 2 s; and one `plan train` of a model over tensor, pipeline
+and data parallel layouts in under 1 s, start-up included. A strategy is groups, order of ranks, algorithm and 40
 bucket sizes; on the fat-tree all 200 differ in their order of ranks, so that nothing but the network is kept between
 them. Each answer is checked against its cut bound in the timed run.
 
@@ -10,6 +11,7 @@ them. Each answer is checked against its cut bound in the timed run.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +30,10 @@ NUM_HOSTS = 10_240
 NUM_STRATEGIES = 200
 SIZES = np.geomspace(2**10, 2**32, 40)
 FAT_TREE = f"fat-tree hosts={NUM_HOSTS} nic=400g-ib oversubscription=2 core_oversubscription=2"
+PLAN_TRAIN = (
+    "plan", "train", "--model", "gpt3-175b", "--device", "h100", "--fabric",
+    "fat-tree hosts=64 nic=400g-ib nics=8 island=nvlink4",
+)  # fmt: skip
 RAILS = f"rail hosts={NUM_HOSTS} group=32 nics=8 nic=400g-ib island=nvlink4 oversubscription=2"
 
 
@@ -92,6 +98,13 @@ def ring(num_hosts: int) -> float:
     return time.perf_counter() - start
 
 
+def plan_train() -> float:
+    """Seconds of one whole command."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "wirespeed", *PLAN_TRAIN], check=True, capture_output=True, timeout=60)
+    return time.perf_counter() - start
+
+
 def main() -> int:
     options = arguments(__doc__ or "")
     limit = 20 if options.quick else NUM_STRATEGIES
@@ -99,7 +112,10 @@ def main() -> int:
     flat = [run(FAT_TREE, flat_strategies, limit) for _ in range(rounds)]
     rails = [run(RAILS, rail_strategies, limit) for _ in range(rounds)]
     rings = [ring(65_536) for _ in range(rounds)]
+    plan_train()  # the first one may have to compile
+    commands = [plan_train() for _ in range(3 if options.quick else 7)]
     results = {
+        "plan_train_s": commands,
         "fat_tree_s": [seconds for seconds, _ in flat],
         "rails_s": [seconds for seconds, _ in rails],
         "ring_65536_s": rings,
@@ -111,12 +127,14 @@ def main() -> int:
         (f"{NUM_STRATEGIES} strategies, {NUM_HOSTS} hosts, fat-tree 2:1, 2:1", "fat_tree_s"),
         (f"{NUM_STRATEGIES} strategies, {NUM_HOSTS} hosts x 8 devices, rails", "rails_s"),
         ("one random ring, 65,536 hosts, fat-tree 4:1, 2:1", "ring_65536_s"),
+        ("wirespeed plan train, 512 devices, with start-up", "plan_train_s"),
     ):
         print(f"{what:58} {', '.join(f'{seconds:.2f}' for seconds in results[key])}")
     bars = [
         Bar("plan_speed.fat_tree_s", float(np.median([s for s, _ in flat])), 5.0, at_least=False),
         Bar("plan_speed.rails_s", float(np.median([s for s, _ in rails])), 5.0, at_least=False),
         Bar("plan_speed.ring_65536_s", float(np.median(rings)), 2.0, at_least=False),
+        Bar("plan_speed.plan_train_s", float(np.median(commands)), 1.0, at_least=False),
         Bar("plan_speed.wrong_answers", sum(wrong for _, wrong in [*flat, *rails]), 0, at_least=False),
     ]
     return finish("plan_speed", bars, results, check=options.check, is_quick=options.quick, out=options.out)

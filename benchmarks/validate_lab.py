@@ -25,9 +25,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from _harness import Bar, finish
+from _harness import RESULTS, Bar, finish
 from _lab_meter import Meter
 from _lab_scenarios import Scenario, draw, quick
+from validation_page import PAGE, page
 from wirespeed.fabric.extension import extend
 from wirespeed.fabric.files import read_fabric, write_fabric
 from wirespeed.fabric.placement import place_on
@@ -258,14 +259,14 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
+def bars_of(seed: int, rows: Sequence[dict[str, Any]]) -> list[Bar]:
     errors = [abs(row["error"]) for row in rows]
     wrong = sum(not row["is_named_right"] for row in rows)
     return [
-        Bar("lab: scenarios", len(rows), 20),
-        Bar("lab: mean error", statistics.fmean(errors), MEAN_ERROR, at_least=False),
-        Bar("lab: worst error", max(errors), WORST_ERROR, at_least=False),
-        Bar("lab: scenarios whose binding link is named wrong", wrong, 0, at_least=False),
+        Bar(f"lab, seed {seed}: scenarios", len(rows), 20),
+        Bar(f"lab, seed {seed}: mean error", statistics.fmean(errors), MEAN_ERROR, at_least=False),
+        Bar(f"lab, seed {seed}: worst error", max(errors), WORST_ERROR, at_least=False),
+        Bar(f"lab, seed {seed}: scenarios whose binding link is named wrong", wrong, 0, at_least=False),
     ]
 
 
@@ -312,7 +313,8 @@ def validate(args: argparse.Namespace, scenarios: Sequence[Scenario], work: Path
         found = {str(s.number): predict(s, base) for s in scenarios}
         document = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "predictions": found}
         write_bytes(told, json.dumps(document, indent=1).encode())
-    predictions = json.loads(told.read_bytes())["predictions"]
+    document = json.loads(told.read_bytes())
+    predictions, written = document["predictions"], document["written"]
     for scenario in part_of(scenarios, args.part):
         target = work / f"measured-{args.seed}-{scenario.number}.json"
         if not target.is_file():
@@ -329,8 +331,15 @@ def validate(args: argparse.Namespace, scenarios: Sequence[Scenario], work: Path
     print(f"   {'scenario':20s} {'hosts x Mbit/s':20s} predicted measured      error  named, measured")
     for row in rows:
         show(row)
-    results = {"seed": args.seed, "took_s": time.monotonic() - began, "rows": rows}
-    return finish("validate_lab", bars_of(rows), results, check=args.check, is_quick=args.quick, out=args.out)
+    held = RESULTS / "validate_lab.json" if args.out is None else args.out
+    runs = [] if args.quick or not held.is_file() else json.loads(held.read_bytes())["results"]["runs"]
+    made = {"seed": args.seed, "predicted_at": written, "took_s": time.monotonic() - began, "rows": rows}
+    runs = sorted([run for run in runs if run["seed"] != args.seed] + [made], key=lambda run: run["seed"])
+    bars = [bar for run in runs for bar in bars_of(run["seed"], run["rows"])]
+    status = finish("validate_lab", bars, {"runs": runs}, check=args.check, is_quick=args.quick, out=args.out)
+    if not args.quick and args.out is None:
+        write_bytes(PAGE, page().encode())
+    return status
 
 
 if __name__ == "__main__":
