@@ -137,7 +137,7 @@ def lab_row(row: dict[str, Any]) -> Sequence[str]:
     )
     return (
         held["name"], network, what, duration(predicted["seconds"]), duration(measured["seconds"]),
-        f"{row['error']:+.1%}", f"{row['named']}: {predicted['binding']}", seen if row["is_named_right"] else f"**{seen}**",
+        f"{row['error']:+.1%}", f"{row['named']}: {predicted['binding']}", seen,
     )  # fmt: skip
 
 
