@@ -6,6 +6,9 @@ import pytest
 
 from wirespeed.errors import DataError, UsageError
 from wirespeed.plan.bounds import GoodputCosts, bound_step_s, rate_for_exposed
+from wirespeed.plan.catalogue import find_model
+from wirespeed.plan.compute import workload_of
+from wirespeed.plan.devices import find_device
 from wirespeed.plan.models import ModelTensor, ReplayModel, load_model, model_names, replay_workload, scaled_workload
 from wirespeed.sim.training import fill_buckets
 from wirespeed.spec.strategy import Strategy, Transfer
@@ -32,6 +35,25 @@ def test_the_catalogue_holds_the_published_models():
 def test_an_unknown_model_names_those_that_exist():
     with pytest.raises(UsageError, match="bert-base, bert-large, gpt2"):
         load_model("resnet-50")
+
+
+def test_a_model_without_a_recorded_order_comes_from_the_planners_catalogue():
+    held = load_model("vgg16")
+    assert held.num_parameters == 138_357_544
+    assert held.tensors[0].name.startswith("classifier")
+    assert held.tensors[-1].ready_share == pytest.approx(1.0)
+    assert "reverse forward order" in held.source
+    # What a replay assumes of it is what the planner assumes of it.
+    workload = workload_of(
+        find_model("vgg16"), find_device("a100"), batch=64, num_ranks=2, dtype="bf16", is_fused_attention=True
+    )
+    assert held.assumed_compute_s == pytest.approx(workload.forward_s + workload.backward_s)
+
+
+@pytest.mark.parametrize("name", sorted(set(PARAMETERS) - {"llama-1b"}))
+def test_recorded_models_are_models_of_the_catalogue(name: str):
+    # BERT's catalogue counts the pooler, the recording leaves it out: masked language modelling has no use for it.
+    assert find_model(name).num_parameters == pytest.approx(load_model(name).num_parameters, rel=0.006)
 
 
 def test_backward_ends_with_the_layers_that_forward_begins_with():

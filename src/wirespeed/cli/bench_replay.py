@@ -265,3 +265,4 @@ def _show_models() -> None:
             ]
         )
     show(make_table(["model", "title<", "parameters", "tensors", "batch<", "assumed compute"], rows))
+    say("any other model that `wirespeed plan train --model` knows also serves, in reverse forward order")

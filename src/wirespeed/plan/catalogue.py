@@ -164,6 +164,10 @@ def _llama(name: str, wanted: int | None) -> Model:
 _BUILDERS = _builders()
 
 
+ALIASES = {"vit": "vit-l16", "vit-base": "vit-b16", "gpt2-small": "gpt2"}
+"""Other names of models, among them those under which `bench replay` keeps recorded orders."""
+
+
 def model_names() -> tuple[str, ...]:
     """Names that ``find_model`` takes, sorted."""
     return tuple(sorted(_BUILDERS))
@@ -176,7 +180,7 @@ def find_model(text: str) -> Model:
     Raises UsageError, naming the names. Convolutional and vision models have no sequence length to choose.
     """
     name, at, tokens = text.strip().lower().partition("@")
-    build = _BUILDERS.get(name)
+    build = _BUILDERS.get(ALIASES.get(name, name))
     if build is None:
         close = _closest(name)
         raise UsageError(

@@ -1,7 +1,8 @@
-"""The catalogue of models that `wirespeed bench replay` can run without their weights, as data in the package.
+"""Models as `wirespeed bench replay` runs them, without their weights: the catalogue's, in a recorded order if known.
 
-Each model holds its tensors in autograd's own backward order (which is not the reversed order of its parameters) with
-the share of the backward pass after which each gradient is ready. ``benchmarks/record_models.py`` makes the files from
+``plan.catalogue`` generates every model from its configuration, its gradients in reverse forward order. Of some the
+order is recorded, as data in the package: autograd's own (which is not the reversed order of the parameters), with the
+share of the backward pass after which each gradient is ready. ``benchmarks/record_models.py`` makes those files from
 transformers' configurations; nothing here needs transformers or torch. The shares are those of a roofline, so they are
 ``assumed``: right in order, and in time as far as all kernels reach the roofline alike. Batch-norm buffers are left
 out.
@@ -15,11 +16,18 @@ from importlib import resources
 import msgspec
 
 from wirespeed.errors import DataError, UsageError
+from wirespeed.plan.catalogue import find_model
+from wirespeed.plan.compute import workload_of
+from wirespeed.plan.devices import find_device
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 
 SCHEMA = 1
 ROOFLINE_EFFICIENCY = 0.4
 """Assumed share of the roofline that a training step reaches; MLPerf-class steps on A100 report 0.35 to 0.5."""
+
+
+GENERATED_IMAGES, GENERATED_SEQUENCES = 64, 8
+"""Samples in the step of a model whose order is generated: like those of the recorded ones."""
 
 
 class ModelTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -66,17 +74,47 @@ class ReplayModel(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
 
 
 def model_names() -> tuple[str, ...]:
-    """The models of the catalogue."""
+    """The models whose backward order is recorded."""
     folder = resources.files("wirespeed.plan") / "models"
     return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
 
 
 def load_model(name: str) -> ReplayModel:
-    """A model of the catalogue. Raises UsageError naming those that exist."""
+    """A recorded model, else one of the catalogue in its generated order. Raises UsageError naming those that exist."""
     if name not in model_names():
-        raise UsageError(f"got model {name!r}", expected=f"one of {', '.join(model_names())}")
+        return _generated(name)
     content = (resources.files("wirespeed.plan") / "models" / f"{name}.json").read_bytes()
     return msgspec.json.decode(content, type=ReplayModel)
+
+
+def _generated(name: str) -> ReplayModel:
+    """A model of ``plan.catalogue``, with the times that ``plan.compute`` gives it on an A100."""
+    try:
+        model = find_model(name)
+    except UsageError as fault:
+        raise UsageError(
+            f"got model {name!r}",
+            expected=f"one of {', '.join(model_names())}, or another of the planner's catalogue",
+            hint=fault.hint,
+        ) from fault
+    is_image = model.transformer is None or model.transformer.vocab == 0
+    batch = GENERATED_IMAGES if is_image else GENERATED_SEQUENCES
+    workload = workload_of(model, find_device("a100"), batch=batch, num_ranks=2, dtype="bf16", is_fused_attention=True)
+    both_s = workload.forward_s + workload.backward_s
+    tensors = tuple(
+        ModelTensor(gradient.name, gradient.shape, min(1.0, gradient.ready_s / workload.backward_s))
+        for gradient in workload.gradients
+    )
+    return ReplayModel(
+        schema=SCHEMA,
+        name=name,
+        title=model.name,
+        batch=f"{batch} x {model.sample}",
+        source=f"generated in reverse forward order: {model.source or model.origin}",
+        roofline_s=both_s * ROOFLINE_EFFICIENCY,
+        forward_share=workload.forward_s / both_s,
+        tensors=tensors,
+    )
 
 
 def replay_workload(
