@@ -72,6 +72,25 @@ def test_no_algorithm_beats_the_cut(
     assert model.cost(MIB).lower_bound_s == pytest.approx(bound.s_per_byte * MIB)
 
 
+@given(shapes, st.integers(2, 9), st.none() | st.integers(0, 99), sizes)
+def test_gloos_broadcast_moves_each_copy_once_beats_no_cut_and_never_falls_with_size(
+    shape: str, num: int, seed: int | None, asked: list[float]
+) -> None:
+    fabric = parse_words(shape)
+    placement = place(fabric, seed=seed)
+    group = np.random.default_rng(seed).permutation(placement.num_ranks)[:num]
+    model = prepare(fabric, "broadcast", placement, groups=[group], backend="gloo")
+    assume(model.algorithms == ("relay",))
+    ((_, timed),) = model._timed
+    bound = cut_bound(network_of(fabric), "broadcast", [placement.host[group][None, :]])
+    assert (timed.s_per_byte.sum(axis=0) >= bound.s_per_byte * (1 - 1e-9)).all()
+    # Every rank that is not on its sender's host gets one copy over the wire.
+    hosts = np.unique(placement.host[group]).size
+    assert hosts - 1 - 1e-6 <= timed.net_weight <= num - 1 + 1e-6
+    times = model.seconds(np.array(sorted(asked)))
+    assert (np.diff(times) >= -1e-12 * times[:-1]).all()
+
+
 def layout_of(num_hosts: int, block: int, num_nics: int = 1) -> Layout:
     ranks = np.arange(num_hosts * block)
     return Layout(ranks[None, :], (ranks // block)[None, :], num_nics, (ranks // block // 2)[None, :])

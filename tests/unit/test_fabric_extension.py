@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from wirespeed.errors import DataError, UsageError
@@ -80,6 +81,15 @@ def test_where_the_cores_take_longer_than_the_wire_they_bind() -> None:
     # On machines of their own each rank has its 0.5 cores, as before: the wire binds.
     alone = extend(measured(cpu=0.01), num_hosts=4, rate_bit_per_s=10 * GOODPUT)
     assert prepare(alone, "all_reduce", place(alone), backend="gloo").cost(8 * MIB).binding.startswith("NIC")
+
+
+def test_what_is_carried_over_never_falls_with_size_however_noisy_the_cores_were() -> None:
+    sizes = (1024, MIB, 4 * MIB, 16 * MIB)
+    noisy = Curve(sizes_bytes=sizes, times_s=(1e-3, 2e-2, 9e-2, 0.4), residual=0.0, cpu=(0.9, 0.01, 0.5, 0.02))
+    held = msgspec.structs.replace(measured(), collectives=(msgspec.structs.replace(all_reduce(), curve=noisy),))
+    faster = extend(held, num_hosts=8, rate_bit_per_s=100 * GOODPUT)
+    times = [seconds(faster, size) for size in range(1, 32 * MIB, MIB // 3)]
+    assert times == sorted(times)
 
 
 @pytest.mark.parametrize(
