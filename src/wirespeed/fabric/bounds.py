@@ -48,7 +48,7 @@ def cut_bound(network: Network, operation: Operation, hosts: Sequence[Ints]) -> 
             part = wide[start : start + rows]
             size = part.shape[1]
             key = np.arange(part.shape[0], dtype=np.int64)[:, None] * capacity.size + part
-            held, counts = np.unique(key, return_counts=True)
+            held, counts = _count(key, part.shape[0] * capacity.size)
             row, used = np.divmod(held, capacity.size)
             np.add.at(crossed, used, crossing(operation, counts, size, used == part[row, 0]))
             if operation == "all_reduce":
@@ -66,6 +66,16 @@ def cut_bound(network: Network, operation: Operation, hosts: Sequence[Ints]) -> 
         if seconds.size and float(seconds[worst]) > best.s_per_byte:
             best = Bound(float(seconds[worst]), name(worst))
     return best
+
+
+def _count(key: Ints, num_keys: int) -> tuple[Ints, Ints]:
+    """The keys that occur, rising, and how often. Sorting is for keys that are few among those there may be."""
+    if num_keys > 4 * key.size:
+        held, counts = np.unique(key, return_counts=True)
+        return held, counts.astype(np.int64)
+    every = np.bincount(key.ravel(), minlength=num_keys)
+    held = np.flatnonzero(every)
+    return held, every[held]
 
 
 def crossing(operation: Operation, inside: Ints, num_ranks: int, has_root: npt.NDArray[np.bool_]) -> Floats:

@@ -50,7 +50,7 @@ class Phase:
         """How many cross between hosts."""
         if self.num_messages is not None:
             return self.num_messages
-        return float(np.unique(self.source).size * self.net_steps)
+        return float(np.count_nonzero(np.bincount(self.source)) * self.net_steps) if self.source.size else 0.0
 
 
 @dataclass(frozen=True, eq=False)
