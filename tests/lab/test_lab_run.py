@@ -42,6 +42,15 @@ def test_each_rank_gets_its_place_its_host_and_its_interface(lab: Lab) -> None:
     }
 
 
+def test_ranks_take_hosts_in_the_order_that_is_asked_for(lab: Lab) -> None:
+    show = python("import os; print(*(os.environ[n] for n in 'RANK WORLD_SIZE MASTER_ADDR WIRESPEED_HOST'.split()))")
+    assert collect(lab, show, order=["h1", "h0"])[1] == {0: ["0 2 10.77.0.2 h1"], 1: ["1 2 10.77.0.2 h0"]}
+    assert collect(lab, show, order=["h1"])[1] == {0: ["0 1 10.77.0.2 h1"]}
+    for order in (["h0", "h7"], ["h0", "h0"], []):
+        with pytest.raises(UsageError, match="got the order"):
+            lab.run(show, order=order)
+
+
 def test_names_of_hosts_resolve_and_the_hostname_is_the_hosts(lab: Lab) -> None:
     code, lines = collect(
         lab,

@@ -120,6 +120,8 @@ def perform(cases: list[CheckedCollective], run: int) -> None:
                 one._receive.copy_(torch.cat(sends))
             case "all_to_all":
                 one._receive.copy_(torch.cat([send.chunk(num_ranks)[rank] for send in sends]))
+            case "scatter":
+                one._receive.copy_(sends[0].chunk(num_ranks)[rank])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
