@@ -45,8 +45,8 @@ from wirespeed.tune.replay import ReplayOptions, first_bucket_bytes, options_of,
 
 LINE_BIT_PER_S = 250e6
 """Of the labs it is calibrated on: so slow that four hosts leave the cores idle for most of the time."""
-SIZES, REPEATS = "4KiB,64KiB,512KiB,2MiB,6MiB", 8
-QUICK_SIZES, QUICK_REPEATS = "4KiB,256KiB,2MiB", 5
+SIZES, REPEATS = "4KiB,64KiB,512KiB,2MiB,4MiB", 30
+QUICK_SIZES, QUICK_REPEATS = "4KiB,256KiB,2MiB", 8
 MEAN_ERROR, WORST_ERROR = 0.08, 0.20
 RUN_TIMEOUT_S = 120.0
 
@@ -102,7 +102,7 @@ def measure_all(work: Path, strategies: Sequence[str], *, is_quick: bool) -> Non
     for hosts in (4, 2):
         with Lab(LabSpec(hosts=hosts, rate_bit_per_s=LINE_BIT_PER_S)) as lab:
             if hosts == 4:
-                bench(lab, ["links", "--streams", "1", "--out", str(work / "links.json")])
+                bench(lab, ["links", "--streams", "1", "--duration", "1 s", "--out", str(work / "links.json")])
             out = work / f"collectives-{hosts}.json"
             bench(
                 lab, ["collectives", "--sizes", sizes, "--dtypes", "float32,float16", "--repeats", str(repeats),

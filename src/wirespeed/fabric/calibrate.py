@@ -116,7 +116,9 @@ def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, fl
                 raise DataError(f"{what} gave wrong results", expected="correct results", hint="do not use this host")
             _check_times(sample.times_s, what)
             times[key][sample.size_bytes].extend(sample.times_s)
-            cpu[key][sample.size_bytes].append(sample.cpu_s / median(sample.times_s))
+            # The kernel counts in ticks: of a short run it may tell more than the cores there are.
+            share = sample.cpu_s / median(sample.times_s)
+            cpu[key][sample.size_bytes].append(min(share, record.cpus_per_rank))
     fastest_first = sorted(rates.values(), reverse=True)
     curves = []
     for key in sorted(times):

@@ -12,6 +12,7 @@ work alike, and that at the rates of the measurement the cores were not the limi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,10 +20,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 
 from wirespeed.errors import UsageError
-from wirespeed.fabric.curves import curve_time_s, is_in_range
+from wirespeed.fabric.curves import curve_time_s, is_in_range, isotonic
 from wirespeed.fabric.network import Floats
 from wirespeed.fabric.parts import Figure
 from wirespeed.fabric.patterns import Operation
@@ -35,6 +37,8 @@ SAME = 1e-6
 """Relative distance below which two layouts count as the same: rounding, far below any measurement."""
 CARRIED = 0.2
 """Worst error of published sweeps predicted from their neighbours in log-log, leaving one out: 20 to 26 %."""
+_TREND = (-0.1, 1.1)
+"""Logarithm of the factor between two numbers of ranks that counts as a trend: from a little less to three times."""
 SUMS = ("all_reduce", "reduce_scatter")
 
 
@@ -134,9 +138,13 @@ class Calibrated:
 
 
 def find_curve(
-    fabric: Fabric, operation: Operation, placement: Placement, groups: Sequence[Groups], *, backend: str, dtype: str
-) -> Measured | None:
-    """The curve whose layout is nearest to the groups'; None where none was measured that could be carried over."""
+    fabric: Fabric, operation: Operation, placement: Placement, groups: Sequence[Groups], *, backend: str, dtype: str,
+    beside: CollectiveCurve | None = None,
+) -> Measured | None:  # fmt: skip
+    """The curve whose layout is nearest to the groups'; None where none was measured that could be carried over.
+
+    ``beside``: the nearest of another number of ranks, measured like this one on the same network.
+    """
     if not fabric.collectives:
         return None
     largest = groups[0].ranks[0]
@@ -150,6 +158,7 @@ def find_curve(
         and c.ranks_per_host == ranks_per_host
         and backend in ("any", c.backend)
         and c.num_ranks > 1
+        and (beside is None or (c.num_ranks != beside.num_ranks and _kind(c) == _kind(beside)))
     ]
     held.sort(
         key=lambda c: (
@@ -170,6 +179,30 @@ def find_curve(
         is_alike = moves or curve.dtype == dtype
         return Measured(curve, measured_on, measured_at, stack_groups(measured_at, None), is_alike)
     return None
+
+
+def _kind(curve: CollectiveCurve) -> tuple[str, str, float | None]:
+    return curve.backend, curve.dtype, curve.rate_bit_per_s
+
+
+def with_trend(nearest: Measured, at: Timed, other: Measured, other_at: Timed, num_ranks: int) -> Measured:
+    """The nearest curve as it would be with ``num_ranks``, told from how far the other one misses it.
+
+    Ranks wait for each other, for cores and for queues, and do so the more of them there are. The other curve, carried
+    to the layout of the nearest, shows by what factor that differs between the two numbers of ranks; the factor is
+    taken to be the same for every doubling. It is smoothed so that it falls with size, since large messages hide what
+    small ones wait for, and used no further beyond the nearest layout than the two are apart.
+    """
+    curve, ranks = nearest.curve.curve, nearest.curve.num_ranks
+    sizes = np.array(curve.sizes_bytes, dtype=np.float64)
+    carried = Calibrated.scaled(other, at, other_at).seconds(sizes)
+    with np.errstate(divide="ignore"):
+        missed = np.clip(np.log(np.array(curve.times_s) / carried), *_TREND)
+    falling = np.array(isotonic(missed.tolist()[::-1])[::-1])
+    doublings = math.log(num_ranks / ranks) / math.log(ranks / other.curve.num_ranks)
+    times = np.array(curve.times_s) * np.exp(falling * float(np.clip(doublings, -1.0, 1.0)))
+    changed = msgspec.structs.replace(curve, times_s=tuple(np.maximum.accumulate(times).tolist()))
+    return dataclasses.replace(nearest, curve=msgspec.structs.replace(nearest.curve, curve=changed))
 
 
 def _bench(fabric: Fabric, curve: CollectiveCurve) -> Fabric:

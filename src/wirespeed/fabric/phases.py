@@ -173,7 +173,7 @@ def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: P
     used = np.flatnonzero(load)
     with np.errstate(invalid="ignore"):
         took = 8 * load[used] / capacity[:, used]
-    s_per_byte = took.max(axis=1) if used.size else np.zeros(capacity.shape[0])
+    s_per_byte = phase.stall * took.max(axis=1) if used.size else np.zeros(capacity.shape[0])
     binding = int(used[np.argmax(took[-1])]) if used.size and s_per_byte[-1] > 0 else -1
     crosses = source != target
     has_net = bool(crosses.any())

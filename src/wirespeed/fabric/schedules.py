@@ -18,7 +18,7 @@ from wirespeed.records import Collective
 
 Algorithm = Literal[
     "ring", "tree", "halving_doubling", "hierarchical", "pairwise", "bruck", "chain", "binomial", "flat",
-    "scatter_allgather", "direct", "relay",
+    "scatter_allgather", "direct", "relay", "halved_ring", "whole_ring",
 ]  # fmt: skip
 
 OPERATIONS: tuple[str, ...] = (*get_args(Collective), "reduce", "gather", "send")
@@ -27,12 +27,13 @@ OPERATIONS: tuple[str, ...] = (*get_args(Collective), "reduce", "gather", "send"
 def algorithms(operation: Operation, backend: str) -> tuple[Algorithm, ...]:
     """What a backend may choose from; backend "any" is everything that is known here."""
     gloo: dict[str, tuple[Algorithm, ...]] = {
-        "all_reduce": ("ring",), "all_gather": ("ring",), "reduce_scatter": ("ring",), "all_to_all": ("pairwise",),
-        "broadcast": ("relay",), "reduce": ("binomial",), "scatter": ("flat",), "gather": ("flat",),
-        "send": ("direct",),
+        "all_reduce": ("ring",), "all_gather": ("halved_ring",), "reduce_scatter": ("whole_ring",),
+        "all_to_all": ("pairwise",), "broadcast": ("relay",), "reduce": ("binomial",), "scatter": ("flat",),
+        "gather": ("flat",), "send": ("direct",),
     }  # fmt: skip
     nccl: dict[str, tuple[Algorithm, ...]] = {
-        **gloo, "all_reduce": ("ring", "tree"), "broadcast": ("chain",), "reduce": ("chain",),
+        **gloo, "all_reduce": ("ring", "tree"), "all_gather": ("ring",), "reduce_scatter": ("ring",),
+        "broadcast": ("chain",), "reduce": ("chain",),
     }  # fmt: skip
     every: dict[str, tuple[Algorithm, ...]] = {
         "all_reduce": ("ring", "tree", "halving_doubling", "hierarchical"),
@@ -58,7 +59,7 @@ def phases(operation: Operation, algorithm: Algorithm, layout: Layout) -> list[P
 
     Raises UsageError where the algorithm is none of the operation's at all.
     """
-    if algorithm not in algorithms(operation, "any"):
+    if algorithm not in {*algorithms(operation, "any"), *algorithms(operation, "gloo")}:
         raise UsageError(
             f"got algorithm {algorithm!r} for {operation}", expected=", ".join(algorithms(operation, "any"))
         )
@@ -90,6 +91,9 @@ def _flat(layout: Layout, operation: Operation) -> list[Phase]:
 
 _MAKERS: dict[str, Callable[[Layout, Operation], list[Phase] | None]] = {
     "ring": lambda layout, operation: [patterns.ring(layout, 2 if operation == "all_reduce" else 1)],
+    "halved_ring": lambda layout, _: [patterns.halved_ring(layout)],
+    # gloo's reduce_scatter is a whole all_reduce, of which each rank keeps its part.
+    "whole_ring": lambda layout, _: [patterns.ring(layout, 2)],
     "tree": lambda layout, operation: [patterns.tree(layout, operation)],
     "halving_doubling": patterns.halving_doubling,
     "hierarchical": patterns.hierarchical,
@@ -125,6 +129,7 @@ def merge(lists: list[list[Phase]]) -> list[Phase]:
                 depth=max(phase.depth for phase in at),
                 is_round=all(phase.is_round for phase in at),
                 stands_for=min(phase.stands_for for phase in at),
+                stall=max(phase.stall for phase in at),
                 num_messages=sum(phase.messages for phase in at),
             )
         )

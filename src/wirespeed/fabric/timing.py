@@ -19,7 +19,7 @@ import numpy as np
 
 from wirespeed.errors import DataError, UsageError
 from wirespeed.fabric.bounds import Bound, cut_bound
-from wirespeed.fabric.calibrated import Calibrated, cores_of, find_curve
+from wirespeed.fabric.calibrated import Calibrated, Measured, cores_of, find_curve, with_trend
 from wirespeed.fabric.network import Floats, Ints, network_of
 from wirespeed.fabric.patterns import Layout, Operation
 from wirespeed.fabric.phases import Timed, time_phases
@@ -204,6 +204,8 @@ def _model(fabric: Fabric, placement: Placement, groups: Sequence[Ints] | Ints |
             )
         )  # fmt: skip
         if wanted and reference:
+            if measured.curve.num_ranks != num_ranks:
+                measured = _following_the_trend(fabric, placement, held, ask, measured, reference[0][1], native)
             scaled = Calibrated.scaled(measured, wanted[0][1], reference[0][1], cores_of(fabric, placement, held))
             return CollectiveModel(operation, bound, wanted, scaled)
     names = _named(operation, algorithm, offered)
@@ -221,6 +223,29 @@ def _model(fabric: Fabric, placement: Placement, groups: Sequence[Ints] | Ints |
             hint="run `wirespeed bench links` and `wirespeed fabric calibrate`, or name a preset NIC",
         )
     return CollectiveModel(operation, bound, timed, None)
+
+
+def _following_the_trend(  # noqa: PLR0917
+    fabric: Fabric,
+    placement: Placement,
+    held: list[Groups],
+    ask: _Ask,
+    measured: Measured,
+    reference: Timed,
+    native: Algorithm,
+) -> Measured:
+    """The curve as it would be with the groups' number of ranks, where a second number of ranks was measured too."""
+    other = find_curve(
+        fabric, ask.operation, placement, held, backend=ask.backend, dtype=ask.dtype, beside=measured.curve
+    )
+    if other is None:
+        return measured
+    at = _timed(
+        other.fabric, ask.operation, other.placement, other.groups, names=(native,), share=1.0, is_cold=ask.is_cold
+    )
+    if not at:
+        return measured
+    return with_trend(measured, reference, other, at[0][1], held[0].ranks.shape[1])
 
 
 def cost(

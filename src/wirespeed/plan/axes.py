@@ -189,6 +189,11 @@ class PlacedCosts:
         from wirespeed.fabric.collectives import codec_stage_cost
 
         codec = strategy.name.partition("/")[0]
+        if codec == "dense":
+            # DDP's own path: it divides the bucket in place, a copy where the fabric holds that curve, else free.
+            if stage != "encode" or not any(c.codec == "memcpy" and c.kind == self.kind for c in self.fabric.codecs):
+                return StageCost(seconds=0.0)
+            codec, stage = "memcpy", "copy"
         if any((c.codec, c.stage, c.kind) == (codec, stage, self.kind) for c in self.fabric.codecs):
             cost = codec_stage_cost(
                 self.fabric, codec, stage, size_bytes, self.placement.num_ranks, kind=self.kind,
