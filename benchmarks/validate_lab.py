@@ -43,10 +43,11 @@ from wirespeed.spec.strategy import Strategy
 from wirespeed.tune.places import LabPlace
 from wirespeed.tune.replay import ReplayOptions, first_bucket_bytes, options_of, run_replay, scaled_strategy
 
-LINE_BIT_PER_S = 250e6
-"""Of the labs it is calibrated on: so slow that four hosts leave the cores idle for most of the time."""
-SIZES, REPEATS = "4KiB,64KiB,512KiB,2MiB,4MiB", 30
-QUICK_SIZES, QUICK_REPEATS = "4KiB,256KiB,2MiB", 8
+LINES_BIT_PER_S = (250e6, 1e9)
+"""Of the labs it is calibrated on: a shaper's segments, and so what a byte costs the cores, depend on the rate."""
+SIZES = {250e6: "4KiB,64KiB,512KiB,2MiB,8MiB", 1e9: "4KiB,256KiB,2MiB,8MiB,32MiB"}
+QUICK_SIZES = "4KiB,256KiB,2MiB"
+REPEATS, QUICK_REPEATS = 20, 8
 MEAN_ERROR, WORST_ERROR = 0.08, 0.20
 RUN_TIMEOUT_S = 120.0
 
@@ -85,66 +86,79 @@ def bench(lab: Lab, arguments: Sequence[str], *, order: Sequence[str] | None = N
 # Calibration.
 
 
-def calibrated(work: Path, strategies: Sequence[str], *, is_quick: bool) -> Fabric:
-    """The fabric of the work folder, made where it is not there."""
-    target = work / "fabric.toml"
-    if not target.is_file():
-        measure_all(work, strategies, is_quick=is_quick)
-        write_fabric(target, fit(work))
-    return read_fabric(target)
+def calibrated(work: Path, strategies: Sequence[str], lines: Sequence[float]) -> list[Fabric]:
+    """One fabric per line rate, from the records in the work folder; what is missing there is measured."""
+    measure_all(work, strategies, lines)
+    targets = [work / f"fabric-{line / 1e6:.0f}.toml" for line in lines]
+    for target, fabric in zip(targets, fit(work, lines), strict=True):
+        write_fabric(target, fabric)
+    return [read_fabric(target) for target in targets]
 
 
-def measure_all(work: Path, strategies: Sequence[str], *, is_quick: bool) -> None:
-    """The records that the fabric is calibrated with: 2 and 4 hosts, one rack, and nothing else."""
-    began = time.monotonic()
-    sizes, repeats = (QUICK_SIZES, QUICK_REPEATS) if is_quick else (SIZES, REPEATS)
+def measure_all(work: Path, strategies: Sequence[str], lines: Sequence[float]) -> None:
+    """The records that the fabrics are calibrated with: 2 and 4 hosts, one rack, and nothing else."""
+    is_quick = len(lines) == 1
     codecs = [name for name in strategies if name != "dense"]
-    for hosts in (4, 2):
-        with Lab(LabSpec(hosts=hosts, rate_bit_per_s=LINE_BIT_PER_S)) as lab:
-            if hosts == 4:
-                bench(lab, ["links", "--streams", "1", "--duration", "1 s", "--out", str(work / "links.json")])
-            out = work / f"collectives-{hosts}.json"
-            bench(
-                lab, ["collectives", "--sizes", sizes, "--dtypes", "float32,float16", "--repeats", str(repeats),
-                      "--deadline", "80 s", "--out", str(out)]
-            )  # fmt: skip
-            if codecs:
-                # One process is enough: where ranks outnumber the cores, it is CPU time that is counted.
-                bench(
-                    lab, ["codecs", "--strategies", ",".join(codecs), "--sizes", "16KiB,128KiB,512KiB,2MiB",
-                          "--ranks", str(hosts), "--concurrent", str(hosts), "--time", "3 s" if is_quick else "5 s",
-                          "--out", str(work / f"codecs-{hosts}.json")],
-                    order=["h0"],
-                )  # fmt: skip
-            say(f"calibration: {hosts} hosts after {time.monotonic() - began:.0f} s")
-    say(f"calibrated in {time.monotonic() - began:.0f} s")
+    for line in lines:
+        sizes, repeats = (QUICK_SIZES, QUICK_REPEATS) if is_quick else (SIZES[line], REPEATS)
+        for hosts in (4, 2):
+            began = time.monotonic()
+            links = work / f"links-{line / 1e6:.0f}.json"
+            collectives = work / f"collectives-{line / 1e6:.0f}-{hosts}.json"
+            stages = work / f"codecs-{hosts}.json"
+            if all(path.is_file() for path in (links, collectives, stages)):
+                continue
+            with Lab(LabSpec(hosts=hosts, rate_bit_per_s=line)) as lab:
+                if not links.is_file():
+                    bench(lab, ["links", "--streams", "1", "--duration", "1 s", "--out", str(links)])
+                if not collectives.is_file():
+                    # Sums of fp16 matter to one codec; what they cost more than fp32 is the same at any rate.
+                    dtypes = "float32,float16" if line == lines[0] else "float32"
+                    bench(
+                        lab, ["collectives", "--sizes", sizes, "--dtypes", dtypes, "--repeats", str(repeats),
+                              "--deadline", "80 s", "--out", str(collectives)]
+                    )  # fmt: skip
+                if codecs and not stages.is_file():
+                    # One process is enough: where ranks outnumber the cores, it is CPU time that is counted.
+                    bench(
+                        lab, ["codecs", "--strategies", ",".join(codecs), "--sizes", "16KiB,128KiB,512KiB,2MiB",
+                              "--ranks", str(hosts), "--concurrent", str(hosts), "--time", "3 s" if is_quick else "5 s",
+                              "--out", str(stages)],
+                        order=["h0"],
+                    )  # fmt: skip
+            say(f"calibration: {hosts} hosts at {line / 1e6:.0f} Mbit/s in {time.monotonic() - began:.0f} s")
 
 
-def fit(work: Path) -> Fabric:
-    """The same as `wirespeed fabric calibrate` with the records of the folder."""
+def fit(work: Path, lines: Sequence[float]) -> list[Fabric]:
+    """The same as `wirespeed fabric calibrate` with the records of each line rate."""
     from wirespeed.fabric.calibrate import calibrate
 
-    return calibrate(
-        read(work / "links.json", LinksRecord),
-        [read(path, CollectivesRecord) for path in sorted(work.glob("collectives-*.json"))],
-        [read(path, CodecsRecord) for path in sorted(work.glob("codecs-*.json"))],
-        name="lab",
-    )
+    codecs = [read(path, CodecsRecord) for path in sorted(work.glob("codecs-*.json"))]
+    return [
+        calibrate(
+            read(work / f"links-{line / 1e6:.0f}.json", LinksRecord),
+            [read(path, CollectivesRecord) for path in sorted(work.glob(f"collectives-{line / 1e6:.0f}-*.json"))],
+            codecs,
+            name=f"lab at {line / 1e6:.0f} Mbit/s",
+        )
+        for line in lines
+    ]
 
 
 # Predictions.
 
 
-def fabric_of(scenario: Scenario, base: Fabric) -> Fabric:
-    """What `wirespeed fabric extend` makes of the calibrated fabric for the scenario's lab."""
+def fabric_of(scenario: Scenario, bases: Sequence[Fabric]) -> Fabric:
+    """What `wirespeed fabric extend` makes of the calibrated fabrics for the scenario's lab."""
     return extend(
-        base,
+        bases[0],
         num_hosts=scenario.hosts,
         rate_bit_per_s=scenario.rate_bit_per_s,
-        measured_line_bit_per_s=LINE_BIT_PER_S,
+        measured_line_bit_per_s=LINES_BIT_PER_S[0],
         num_racks=scenario.racks,
         uplink_bit_per_s=scenario.uplink_bit_per_s,
         name=f"scenario {scenario.number}",
+        others=bases[1:],
     )
 
 
@@ -156,9 +170,9 @@ def replay_options(scenario: Scenario) -> ReplayOptions:
     )  # fmt: skip
 
 
-def predict(scenario: Scenario, base: Fabric) -> dict[str, Any]:
-    """Seconds and what binds, from the calibrated fabric alone."""
-    fabric = fabric_of(scenario, base)
+def predict(scenario: Scenario, bases: Sequence[Fabric]) -> dict[str, Any]:
+    """Seconds and what binds, from the calibrated fabrics alone."""
+    fabric = fabric_of(scenario, bases)
     if scenario.what != "training":
         dtype = "float32" if scenario.operation in ("all_reduce", "reduce_scatter") else "uint8"
         held = predict_collective(
@@ -287,7 +301,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, metavar="DIR", help="where records stay; default a temporary folder")
     parser.add_argument("--part", metavar="I/N", default="1/1", help="run only every N-th scenario, from the I-th")
     parser.add_argument("--only-calibrate", action="store_true", help="measure and fit the fabric, and stop")
-    parser.add_argument("--again", action="store_true", help="fit and predict again from what is measured in --work")
+    parser.add_argument("--again", action="store_true", help="predict again from what is measured in --work")
     return parser.parse_args()
 
 
@@ -303,14 +317,12 @@ def main() -> int:
 def validate(args: argparse.Namespace, scenarios: Sequence[Scenario], work: Path) -> int:
     strategies = list(dict.fromkeys(s.strategy for s in scenarios if s.strategy))
     began = time.monotonic()
-    if args.again:
-        write_fabric(work / "fabric.toml", fit(work))
-    base = calibrated(work, strategies, is_quick=args.quick)
+    bases = calibrated(work, strategies, LINES_BIT_PER_S[:1] if args.quick else LINES_BIT_PER_S)
     if args.only_calibrate:
         return 0
     told = work / f"predictions-{args.seed}.json"
     if not told.is_file() or args.again:
-        found = {str(s.number): predict(s, base) for s in scenarios}
+        found = {str(s.number): predict(s, bases) for s in scenarios}
         document = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "predictions": found}
         write_bytes(told, json.dumps(document, indent=1).encode())
     document = json.loads(told.read_bytes())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
@@ -50,9 +52,9 @@ def test_hosts_racks_and_uplinks_are_those_asked_for_and_a_file_keeps_them() -> 
         ("h0", "rack0"), ("h1", "rack0"), ("h2", "rack0"), ("h3", "rack1"), ("h4", "rack1"), ("h5", "rack1"),
     ]  # fmt: skip
     # Of a line of 250 Mbit/s 240 arrived, so of 1 and 2 Gbit/s 0.96 and 1.92 will.
-    assert {host.rate_bit_per_s.value for host in found.hosts if host.rate_bit_per_s} == {pytest.approx(0.96e9)}
+    assert [host.rate_bit_per_s.value for host in found.hosts if host.rate_bit_per_s] == [pytest.approx(0.96e9)] * 6
     assert [uplink.rate_bit_per_s.value for uplink in found.uplinks] == [pytest.approx(1.92e9)] * 2
-    assert {host.cpus for host in found.hosts} == {pytest.approx(2 / 6)}  # the machine's two cores, over six hosts
+    assert [host.cpus for host in found.hosts] == [pytest.approx(2 / 6)] * 6  # the machine's two cores, over six hosts
     assert {curve.rate_bit_per_s for curve in found.collectives} == {GOODPUT}
     assert parse_fabric(format_fabric(found)) == found
 
@@ -63,6 +65,19 @@ def test_a_curve_is_carried_to_another_rate_and_another_number_of_ranks() -> Non
     more = extend(measured(), num_hosts=8)
     # A ring over 8 carries 2 * 7 / 8 of the size on each link, over 4 it was 2 * 3 / 4.
     assert seconds(more, 8 * MIB) == pytest.approx(8 * MIB * WIRE_S * 1.75 / 1.5)
+
+
+def test_of_curves_at_two_rates_the_nearest_is_carried_over() -> None:
+    slow = msgspec.structs.replace(all_reduce(), curve=Curve(sizes_bytes=(MIB,), times_s=(1.0,), residual=0.0))
+    rate = Figure(value=10 * GOODPUT, origin="measured")
+    fast = Fabric(
+        name="fast", hosts=tuple(Host(name=f"f{i}", rate_bit_per_s=rate) for i in range(4)), collectives=(slow,)
+    )
+    held = {
+        factor: extend(measured(), num_hosts=4, rate_bit_per_s=factor * GOODPUT, others=[fast]) for factor in (2, 8)
+    }
+    assert seconds(held[2], MIB) == pytest.approx(MIB * WIRE_S / 2)
+    assert seconds(held[8], MIB) == pytest.approx(10 / 8)  # a second at ten times the rate
 
 
 def test_extending_to_what_was_measured_changes_nothing() -> None:
@@ -90,6 +105,23 @@ def test_what_is_carried_over_never_falls_with_size_however_noisy_the_cores_were
     faster = extend(held, num_hosts=8, rate_bit_per_s=100 * GOODPUT)
     times = [seconds(faster, size) for size in range(1, 32 * MIB, MIB // 3)]
     assert times == sorted(times)
+
+
+def test_what_ranks_lose_by_waiting_for_each_other_is_told_from_two_numbers_of_ranks() -> None:
+    pair = Curve(sizes_bytes=(MIB, 16 * MIB), times_s=(MIB * 8 / GOODPUT, 16 * MIB * 8 / GOODPUT), residual=0.0)
+    four = Curve(sizes_bytes=(MIB, 16 * MIB), times_s=(MIB * WIRE_S * 1.2, 16 * MIB * WIRE_S * 1.2), residual=0.0)
+    curves = (
+        msgspec.structs.replace(all_reduce(), num_ranks=2, curve=pair),
+        msgspec.structs.replace(all_reduce(), curve=four),
+    )
+    held = msgspec.structs.replace(measured(), collectives=curves)
+    wire_s = 8 * MIB * 8 / GOODPUT
+    # Two ranks lose nothing, four 20 %: eight lose as much again, three what lies between.
+    assert seconds(extend(held, num_hosts=8), 8 * MIB) == pytest.approx(wire_s * 1.75 * 1.44)
+    assert seconds(extend(held, num_hosts=3), 8 * MIB) == pytest.approx(wire_s * 4 / 3 * 1.2 ** math.log2(1.5))
+    assert seconds(extend(held, num_hosts=4), 8 * MIB) == pytest.approx(wire_s * 1.5 * 1.2)
+    # No further than the two are apart: nobody has seen what 64 ranks lose.
+    assert seconds(extend(held, num_hosts=64), 64 * MIB) == pytest.approx(8 * wire_s * 2 * 63 / 64 * 1.44)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,10 @@ def extend_fabric(
         str | None,
         typer.Option("--measured-line", help="Line rate of the measured hosts; then the others are line rates too."),
     ] = None,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option("--also", help="Another fabric.toml, measured at another rate.", metavar="FABRIC"),
+    ] = None,
 ) -> int:
     """Carry what was measured on a few hosts to more hosts, other rates or several racks, before they are bought.
 
@@ -173,6 +177,7 @@ def extend_fabric(
         num_racks=racks,
         uplink_bit_per_s=parse(uplink),
         name=out.stem,
+        others=[read_fabric(path) for path in also or ()],
     )
     say(f"wrote {write_fabric(out, held)}")
     return 0

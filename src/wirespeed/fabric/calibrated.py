@@ -160,9 +160,11 @@ def find_curve(
         and c.num_ranks > 1
         and (beside is None or (c.num_ranks != beside.num_ranks and _kind(c) == _kind(beside)))
     ]
+    rate = fabric.hosts[int(placement.host[largest[0]])].rate_bit_per_s
     held.sort(
         key=lambda c: (
             not (moves or c.dtype == dtype),
+            _distance(c.rate_bit_per_s, None if rate is None else rate.value),
             max(c.num_ranks / largest.size, largest.size / c.num_ranks),
             c.num_ranks,
             c.backend,
@@ -179,6 +181,11 @@ def find_curve(
         is_alike = moves or curve.dtype == dtype
         return Measured(curve, measured_on, measured_at, stack_groups(measured_at, None), is_alike)
     return None
+
+
+def _distance(measured: float | None, wanted: float | None) -> float:
+    """How far apart two rates are; a curve of the fabric's own NICs is nearest to them."""
+    return 0.0 if measured is None or wanted is None else abs(math.log(measured / wanted))
 
 
 def _kind(curve: CollectiveCurve) -> tuple[str, str, float | None]:

@@ -9,12 +9,13 @@ switches whose own latency matters.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
 from wirespeed.errors import DataError, UsageError
 from wirespeed.fabric.parts import Figure, check_rate
-from wirespeed.fabric.topology import Fabric, Host, Uplink
+from wirespeed.fabric.topology import CollectiveCurve, Fabric, Host, Uplink
 
 
 def extend(
@@ -26,26 +27,21 @@ def extend(
     num_racks: int = 1,
     uplink_bit_per_s: float | None = None,
     name: str | None = None,
+    others: Sequence[Fabric] = (),
 ) -> Fabric:
     """A fabric of ``num_hosts`` hosts h0, h1, ... in racks of equal size, that behave as the measured ones do.
 
     ``rate_bit_per_s``: of each NIC (None: as measured); ``uplink_bit_per_s``: of each rack, per direction (None: does
     not bind). Both are goodput, or, with ``measured_line_bit_per_s``, line rates: what the measured hosts' line
-    rate was, so that headers take the same share of the new ones. Raises UsageError for numbers that make no network,
-    DataError where the fabric holds no measured rate.
+    rate was, so that headers take the same share of the new ones. ``others``: what was measured on networks of other
+    rates; of several curves the one of the nearest rate is carried over. Raises UsageError for numbers that make no
+    network, DataError where the fabric holds no measured rate.
     """
     if num_hosts < 1 or not 1 <= num_racks <= num_hosts:
         raise UsageError(f"got {num_hosts} hosts in {num_racks} racks", expected="at least one host in each rack")
     if uplink_bit_per_s is not None and num_racks == 1:
         raise UsageError("got an uplink for one rack", expected="two racks or more, which uplinks join")
-    measured = [host.rate_bit_per_s for host in fabric.hosts if host.rate_bit_per_s is not None]
-    if len(measured) < len(fabric.hosts):
-        raise DataError(
-            f"the fabric {fabric.name!r} does not tell the rate of each host",
-            expected="measured hosts",
-            hint="run `wirespeed bench links` on them and calibrate with its record",
-        )
-    slowest = min(measured, key=lambda figure: figure.value)
+    slowest = _slowest(fabric)
     share = 1.0
     if measured_line_bit_per_s is not None:
         check_rate(measured_line_bit_per_s)
@@ -76,11 +72,27 @@ def extend(
         hosts=hosts,
         uplinks=uplinks,
         rtt_s=fabric.rtt_s,
-        collectives=tuple(
-            curve if curve.rate_bit_per_s is not None else msgspec.structs.replace(curve, rate_bit_per_s=slowest.value)
-            for curve in fabric.collectives
-        ),
+        collectives=tuple(curve for held in (fabric, *others) for curve in _with_rate(held)),
         codecs=fabric.codecs,
+    )
+
+
+def _slowest(fabric: Fabric) -> Figure:
+    measured = [host.rate_bit_per_s for host in fabric.hosts if host.rate_bit_per_s is not None]
+    if len(measured) < len(fabric.hosts):
+        raise DataError(
+            f"the fabric {fabric.name!r} does not tell the rate of each host",
+            expected="measured hosts",
+            hint="run `wirespeed bench links` on them and calibrate with its record",
+        )
+    return min(measured, key=lambda figure: figure.value)
+
+
+def _with_rate(fabric: Fabric) -> tuple[CollectiveCurve, ...]:
+    rate_bit_per_s = _slowest(fabric).value
+    return tuple(
+        curve if curve.rate_bit_per_s is not None else msgspec.structs.replace(curve, rate_bit_per_s=rate_bit_per_s)
+        for curve in fabric.collectives
     )
 
 
