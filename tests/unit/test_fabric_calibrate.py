@@ -88,6 +88,22 @@ def test_a_time_below_the_wires_is_raised_to_it() -> None:
     assert held.times_s == pytest.approx((8 * MIB / 1e9,))
 
 
+def test_a_link_that_was_disturbed_is_put_right_by_two_collectives_but_not_by_one() -> None:
+    record = links(link("a", "b", 0.8e9), link("b", "a", 0.8e9))
+    one = sums({MIB: (8 * MIB / 0.9e9,)})
+    two = sums({MIB: (8 * MIB / 0.9e9,), 4 * MIB: (32 * MIB / 0.95e9,), 16 * MIB: (128 * MIB / 0.99e9,)})
+    small = sums({1024: (8 * 1024 / 1e9,), 4096: (8 * 4096 / 1e9,)})
+    impossible = sums({MIB: (8 * MIB / 2e9,), 4 * MIB: (32 * MIB / 2e9,)})
+
+    def rate(*collectives: CollectivesRecord) -> float:
+        held = calibrate(record, collectives, name="x").hosts[0].rate_bit_per_s
+        assert held is not None
+        return held.value
+
+    assert rate(one) == rate(small) == rate(impossible) == 0.8e9
+    assert rate(two) == pytest.approx(0.95e9)
+
+
 def test_every_figure_says_where_it_is_from() -> None:
     fabric = calibrate(links(link("a", "b", 1e9), link("b", "a", 1e9)), [], name="lab", cpus_per_host=3)
     rate, rtt = fabric.hosts[0].rate_bit_per_s, fabric.rtt_s
