@@ -76,8 +76,8 @@ def test_of_curves_at_two_rates_the_nearest_is_carried_over() -> None:
     held = {
         factor: extend(measured(), num_hosts=4, rate_bit_per_s=factor * GOODPUT, others=[fast]) for factor in (2, 8)
     }
-    assert seconds(held[2], MIB) == pytest.approx(MIB * WIRE_S / 2)
-    assert seconds(held[8], MIB) == pytest.approx(10 / 8)  # a second at ten times the rate
+    assert seconds(held[2], 8 * MIB) == pytest.approx(8 * MIB * WIRE_S / 2)
+    assert seconds(held[8], 8 * MIB) == pytest.approx(8 * 10 / 8)  # a second per MiB at ten times the rate
 
 
 def test_extending_to_what_was_measured_changes_nothing() -> None:
@@ -108,7 +108,7 @@ def test_what_is_carried_over_never_falls_with_size_however_noisy_the_cores_were
 
 
 def test_what_ranks_lose_by_waiting_for_each_other_is_told_from_two_numbers_of_ranks() -> None:
-    pair = Curve(sizes_bytes=(MIB, 16 * MIB), times_s=(MIB * 8 / GOODPUT, 16 * MIB * 8 / GOODPUT), residual=0.0)
+    pair = Curve(sizes_bytes=(1024, 16 * MIB), times_s=(1024 * 8 / GOODPUT, 16 * MIB * 8 / GOODPUT), residual=0.0)
     four = Curve(sizes_bytes=(MIB, 16 * MIB), times_s=(MIB * WIRE_S * 1.2, 16 * MIB * WIRE_S * 1.2), residual=0.0)
     curves = (
         msgspec.structs.replace(all_reduce(), num_ranks=2, curve=pair),

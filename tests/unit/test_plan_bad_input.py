@@ -83,14 +83,14 @@ def test_a_newer_fabric_is_not_half_understood(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_line_of_toml_that_is_broken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "f.toml"
-    path.write_text("schema = 1\n[[hosts]]\nname = 'a\n")
+    path.write_text("schema = 1\n[[hosts]]\nname = a b\n")
     assert "line 3" in refuse(capsys, *TRAIN, "--fabric", str(path))
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--fabric", "star hosts=4 nic=101g"), "nic"),
+        (("--fabric", "star hosts=4 nic=101g"), "NIC '101g'"),
         (("--fabric", "star hosts=4 nic=100g island=nvlink9"), "island"),
         (("--fabric", "star hosts=0 nic=100g"), "hosts"),
         (("--fabric", "star hosts=4 nic=100g rate=0gbit"), "rate"),
@@ -100,7 +100,7 @@ def test_a_line_of_toml_that_is_broken_is_named(tmp_path: Path, capsys: pytest.C
         (("--fabric", "star hosts=4 nic=100g colour=red"), "colour"),
         (("--fabric", STAR, "--device", "b9000"), "b9000"),
         (("--fabric", STAR, "--dtype", "fp3"), "fp3"),
-        (("--fabric", STAR, "--slowdown", "0.5"), "slowdown of 0.5"),
+        (("--fabric", STAR, "--slowdown", "0.5"), "slowdowns (0.5,)"),
         (("--fabric", STAR, "--batch", "0"), "batch of 0"),
         (("--fabric", STAR, "--fidelity", "perfect"), "perfect"),
     ],
@@ -121,7 +121,7 @@ def test_a_word_that_is_wrong_is_named(
         (("--model", "gpt3-13b", "--current", "tp8 xx2"), "xx2"),
         (("--model", "gpt3-13b", "--current", "tp32 pp1 dp1", "--batch", "64"), "32"),
         (("--model", "resnet50", "--current", "tp8 pp1 dp4"), "transformer"),
-        (("--model", "resnet50", "--batch", "33"), "33"),
+        (("--model", "resnet50", "--batch", "33"), "a batch of 33 on 32 devices"),
     ],
 )
 def test_a_model_or_a_layout_that_does_not_fit_is_refused(
@@ -133,7 +133,7 @@ def test_a_model_or_a_layout_that_does_not_fit_is_refused(
 
 def test_a_newer_workload_and_a_newer_scenario_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = tmp_path / "w.json"
-    workload.write_text(json.dumps({"schema": 99, "kind": "workload", "workload": {}}))
+    workload.write_text(json.dumps({"schema": 99, "kind": "training_workload", "workload": {}}))
     assert "schema 99" in refuse(capsys, "plan", "train", "--workload", str(workload), "--fabric", STAR)
     scenario = tmp_path / "s.toml"
     scenario.write_text("schema = 99\nmodel = 'resnet50'\n")

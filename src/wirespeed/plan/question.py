@@ -202,7 +202,8 @@ def ask(question: Question) -> Answer:
     found = _ask_strategies(question) if _replica_fits(question) else None
     if layouts is None and found is None:
         raise trouble or UsageError(
-            f"got {question.model.name} with {question.global_batch / question.num_ranks:.3g} samples per device",
+            f"got {question.model.name} with a batch of {question.global_batch} on {question.num_ranks} devices, "
+            f"{question.global_batch / question.num_ranks:.3g} samples each",
             expected="whole samples per device, and a replica that fits on one",
         )
     if found is not None:
