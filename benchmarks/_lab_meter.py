@@ -37,6 +37,15 @@ class Reading:
     cores: float
     windows: int
     active: int
+    mean_nic: float = 0.0
+    mean_uplink: float = 0.0
+    """Of all windows from the first with traffic to the last."""
+
+    @property
+    def verdict_of_steps(self) -> str:
+        """The same for steps that compute as well: the link that is busy for half of the time, on average."""
+        busiest, name = max((self.mean_nic, "host NIC"), (self.mean_uplink, "rack uplink"))
+        return name if busiest >= HALF else "none"
 
     @property
     def verdict(self) -> str:
@@ -100,6 +109,8 @@ class Meter:
         """The medians over all windows with traffic."""
         rate, uplink = self._lab.spec.rate_bit_per_s / 8, (self._lab.spec.uplink_bit_per_s or 0) / 8
         nics, ups, cores = [], [], []
+        every: list[tuple[float, float]] = []
+        last = 0
         # Two periods to a window: the shaper's bursts and the reading's own delay matter less.
         for before, after in zip(self._rows, self._rows[2:], strict=False):
             lasted_s = after[0] - before[0]
@@ -112,15 +123,19 @@ class Meter:
                     up = max(up, (sent - was[1]) / lasted_s / uplink)
                 else:
                     nic = max(nic, (sent - was[1]) / lasted_s / rate, (received - was[0]) / lasted_s / rate)
+            if nics or max(nic, up) >= ACTIVE:
+                every.append((nic, up))
             if max(nic, up) >= ACTIVE:
+                last = len(every)
                 nics.append(nic)
                 ups.append(up)
                 cores.append((after[1] - before[1]) / lasted_s / (psutil.cpu_count() or 1))
         if not nics:
             return Reading(0.0, 0.0, 0.0, max(0, len(self._rows) - 2), 0)
         return Reading(
-            *(round(statistics.median(values), 3) for values in (nics, ups, cores)), len(self._rows) - 2, len(nics)
-        )
+            *(round(statistics.median(values), 3) for values in (nics, ups, cores)), len(self._rows) - 2, len(nics),
+            *(round(statistics.fmean(pair[side] for pair in every[:last]), 3) for side in (0, 1)),
+        )  # fmt: skip
 
 
 _SIDES = ("up", "down")

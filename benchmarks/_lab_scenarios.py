@@ -137,9 +137,9 @@ def _sized(dice: random.Random, operation: str, lab: dict[str, Any], *, seconds:
 
 
 def _training(dice: random.Random, lab: dict[str, Any]) -> dict[str, Any]:
-    """A model scaled so that dense takes about as long as backward, and compute that hides a part of it."""
+    """A model scaled so that dense keeps NICs busy for longer than compute takes, and a quarter of it would not."""
     model = dice.choice(MODELS)
-    wire_s = dice.uniform(0.3, 0.6)
+    wire_s = dice.uniform(0.5, 0.8)
     gradient_bytes = lab["rate_bit_per_s"] / 8 * wire_s / 2
     scale = max(1.0, round(PARAMETER_BYTES[model] / gradient_bytes, 1))
-    return {**lab, "model": model, "scale": scale, "compute_s": round(dice.uniform(0.3, 0.5), 2)}
+    return {**lab, "model": model, "scale": scale, "compute_s": round(dice.uniform(0.3, 0.4), 2)}

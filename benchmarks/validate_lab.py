@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from _harness import RESULTS, Bar, finish
-from _lab_meter import Meter
+from _lab_meter import HALF, Meter
 from _lab_scenarios import Scenario, draw, quick
 from validation_page import PAGE, page
 from wirespeed.fabric.extension import extend
@@ -188,7 +188,7 @@ def predict(scenario: Scenario, bases: Sequence[Fabric]) -> dict[str, Any]:
     return {
         "seconds": found.step_s,
         "binding": links[0],
-        "kind": binding_kind(links[0]),
+        "kind": binding_kind(links[0]) if found.wire_s >= HALF * found.step_s else "nothing",
         "resource": found.binding,
         "exposed_s": found.exposed_s,
     }
@@ -202,7 +202,8 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
     with Lab(scenario.spec) as lab, Meter(lab) as meter:
         found = _RUNNERS[scenario.what](scenario, lab, folder)
     reading = meter.reading
-    return {**found, "reading": asdict(reading), "verdict": reading.verdict}
+    verdict = reading.verdict_of_steps if scenario.what == "training" else reading.verdict
+    return {**found, "reading": asdict(reading), "verdict": verdict}
 
 
 def run_collective(scenario: Scenario, lab: Lab, folder: Path) -> dict[str, Any]:

@@ -39,7 +39,8 @@ order. Hosts of a lab share the cores of one machine ({cpus} here), which is par
 What binds is not taken from a model: the kernel's byte counters of every NIC and uplink are read every 40 ms while the
 scenario runs. In the windows with traffic the busiest link of all binds where it carries 80 % of its rate (median over
 windows); else the cores where 90 % of them are busy; else the link where it carries at least half; else nothing but
-latency. "none" stands for cores and latency.
+latency. "none" stands for cores and latency. A training step computes as well: there a link binds, said or seen, where
+it is busy for at least half of the step.
 """
 
 PUBLISHED = """
@@ -131,7 +132,9 @@ def lab_row(row: dict[str, Any]) -> Sequence[str]:
     if held["uplink_bit_per_s"] is not None:
         network += f", 2 racks, uplinks {held['uplink_bit_per_s'] / 1e6:.0f}"
     what = f"{held['size_bytes'] / 2**20:.3g} MiB" if held["size_bytes"] else f"{held['model']} / {held['scale']:g}"
-    load = f"NIC {reading['nic']:.0%}" + (f", uplink {reading['uplink']:.0%}" if held["uplink_bit_per_s"] else "")
+    mean = "mean_" if held["what"] == "training" else ""
+    load = f"NIC {reading[f'{mean}nic']:.0%}"
+    load += f", uplink {reading[f'{mean}uplink']:.0%}" if held["uplink_bit_per_s"] else ""
     seen = (
         f"{measured['verdict']} ({load}, cores {reading['cores']:.0%})" if reading["active"] else "none (no link busy)"
     )

@@ -1,13 +1,15 @@
 """Turn Records into a Fabric: hosts with measured rates, and size-dependent curves with their residuals.
 
 Per collective, layout and size the median of all runs of all records is taken, so neither the order of the records nor
-one slow run matters. A host's rate is the best goodput it reached with any peer, in its weaker direction: a
-bound that is a little high is safe, one that is too low would reject true measurements. Assumes that all records come
-from the same network under the same load; nothing in a record can prove that.
+one slow run matters, and a larger message never takes longer than its parts would. A host's rate is the best goodput it
+reached with any peer, in its weaker direction: a bound that is a little high is safe, one that is too low would reject
+true measurements. Assumes that all records come from the same network under the same load; nothing in a record can
+prove that.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, median
@@ -17,7 +19,7 @@ from wirespeed.fabric.collectives import nic_factor
 from wirespeed.fabric.curves import fit_curve
 from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Fabric, Figure, Host
 from wirespeed.records import CodecsRecord, Collective, CollectivesRecord, LinksRecord
-from wirespeed.units import MIB
+from wirespeed.units import KIB, MIB
 
 _Layout = tuple[Collective, str, str, int, int, bool]
 
@@ -88,6 +90,8 @@ def host_rates_bit_per_s(links: LinksRecord) -> dict[str, float]:
     return rates
 
 
+PART_BYTES = 512 * KIB
+"""Least size whose time per byte holds for larger ones too."""
 PROOF_BYTES = MIB
 """Least size of a collective that proves a NIC's rate: of smaller ones what a shaper lets pass at once counts."""
 PROOF_FACTOR = 1.5
@@ -156,7 +160,7 @@ def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, fl
             slowest = fastest_first[min(num_hosts, len(fastest_first)) - 1]
             floor_s_per_byte = 8 * nic_factor(collective, num_ranks, ranks_per_host) / slowest
         curve = fit_curve(
-            {size: median(runs) for size, runs in times[key].items()},
+            _undisturbed({size: median(runs) for size, runs in times[key].items()}),
             floor_s_per_byte=floor_s_per_byte,
             cpu={size: median(shares) for size, shares in cpu[key].items()},
         )
@@ -172,6 +176,22 @@ def _collective_curves(records: Sequence[CollectivesRecord], rates: dict[str, fl
             )
         )
     return tuple(curves)
+
+
+def _undisturbed(medians_s: dict[int, float]) -> dict[int, float]:
+    """Medians of which none is longer than that of a smaller size, in proportion to their bytes.
+
+    A message can always be sent in parts, so what takes longer than its parts was disturbed: other work on the cores or
+    on the wire went on for all runs of that size. Messages below ``PART_BYTES`` are no parts to go by: they may fit
+    into a buffer or a shaper's burst and pass faster than the wire.
+    """
+    held: dict[int, float] = {}
+    best_s_per_byte = math.inf
+    for size in sorted(medians_s):
+        held[size] = min(medians_s[size], best_s_per_byte * size)
+        if size >= PART_BYTES:
+            best_s_per_byte = min(best_s_per_byte, held[size] / size)
+    return held
 
 
 def _codec_curves(records: Sequence[CodecsRecord]) -> tuple[CodecCurve, ...]:
