@@ -157,6 +157,7 @@ class PlacedCosts:
         cores = cores_of(fabric, placement, stack_groups(placement, None)) / placement.num_ranks
         self._cpus_per_rank = cores if math.isfinite(cores) else None
         self.bindings: dict[Collective, str] = {}
+        self._largest: dict[Collective, int] = {}
         self._models: dict[tuple[Collective, str], CollectiveModel] = {}
         self._transfers: dict[Transfer, TransferCost] = {}
 
@@ -175,7 +176,10 @@ class PlacedCosts:
                 self.fabric, transfer.collective, self.placement, backend=self.backend, dtype=transfer.dtype
             )
         found = model.cost(transfer.size_bytes)
-        self.bindings[transfer.collective] = found.binding
+        if transfer.size_bytes >= self._largest.get(transfer.collective, 0):
+            # A step's small last bucket is bound by latency; what matters is what binds the large ones.
+            self._largest[transfer.collective] = transfer.size_bytes
+            self.bindings[transfer.collective] = found.binding
         return TransferCost(
             seconds=found.seconds,
             latency_s=min(found.latency_s, found.seconds),
