@@ -38,6 +38,7 @@ from wirespeed.plan.axes import PlacedCosts
 from wirespeed.plan.collective import binding_kind, predict_collective
 from wirespeed.plan.models import load_model
 from wirespeed.records import CodecsRecord, CollectivesRecord, LinksRecord, read, write_bytes
+from wirespeed.sim.costs import ScaledCosts
 from wirespeed.sim.training import predict_step
 from wirespeed.spec.strategy import Strategy
 from wirespeed.tune.places import LabPlace
@@ -185,10 +186,12 @@ def predict(scenario: Scenario, bases: Sequence[Fabric]) -> dict[str, Any]:
     first = min(first_bucket_bytes(scenario.scale), strategy.bucket_bytes)
     found = predict_step(options.workload, strategy, costs, first_bucket_bytes=first)
     links = list(costs.bindings.values())
+    # Seconds of bytes alone: what keeps the link busy, without the waiting between them.
+    busy = predict_step(options.workload, strategy, ScaledCosts(costs=costs, latency=0.0), first_bucket_bytes=first)
     return {
         "seconds": found.step_s,
         "binding": links[0],
-        "kind": binding_kind(links[0]) if found.wire_s >= HALF * found.step_s else "nothing",
+        "kind": binding_kind(links[0]) if busy.wire_s >= HALF * found.step_s else "nothing",
         "resource": found.binding,
         "exposed_s": found.exposed_s,
     }

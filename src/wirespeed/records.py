@@ -74,8 +74,8 @@ class LinksRecord(Record, frozen=True, kw_only=True, tag="links"):
 class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
     """Timed runs of one collective at one size. ``times_s``: per run, the slowest rank.
 
-    ``cpu_s`` is the CPU time of one rank per run, on average: what its machine was busy, the kernel's work on packets
-    included, over the ranks on that machine. ``dtype`` is that of the elements summed ("uint8" where bytes are only
+    ``cpu_s`` is the CPU time of one rank per run, on average: its own, and its share of the kernel's work on packets on
+    that machine. ``dtype`` is that of the elements summed ("uint8" where bytes are only
     moved): gloo sums fp16 slower than fp32.
     """
 
