@@ -48,7 +48,7 @@ LINES_BIT_PER_S = (250e6, 1e9)
 """Of the labs it is calibrated on: a shaper's segments, and so what a byte costs the cores, depend on the rate."""
 SIZES = {250e6: "4KiB,64KiB,512KiB,2MiB,8MiB", 1e9: "4KiB,256KiB,2MiB,8MiB,32MiB"}
 QUICK_SIZES = "4KiB,256KiB,2MiB"
-REPEATS, QUICK_REPEATS = 20, 8
+REPEATS, QUICK_REPEATS = 8, 6
 MEAN_ERROR, WORST_ERROR = 0.08, 0.20
 RUN_TIMEOUT_S = 120.0
 
@@ -111,7 +111,7 @@ def measure_all(work: Path, strategies: Sequence[str], lines: Sequence[float]) -
                 continue
             with Lab(LabSpec(hosts=hosts, rate_bit_per_s=line)) as lab:
                 if not links.is_file():
-                    bench(lab, ["links", "--streams", "1", "--duration", "1 s", "--out", str(links)])
+                    bench(lab, ["links", "--streams", "1", "--duration", "700 ms", "--out", str(links)])
                 if not collectives.is_file():
                     # Sums of fp16 matter to one codec; what they cost more than fp32 is the same at any rate.
                     dtypes = "float32,float16" if line == lines[0] else "float32"
@@ -123,7 +123,7 @@ def measure_all(work: Path, strategies: Sequence[str], lines: Sequence[float]) -
                     # One process is enough: where ranks outnumber the cores, it is CPU time that is counted.
                     bench(
                         lab, ["codecs", "--strategies", ",".join(codecs), "--sizes", "16KiB,128KiB,512KiB,2MiB",
-                              "--ranks", str(hosts), "--concurrent", str(hosts), "--time", "3 s" if is_quick else "5 s",
+                              "--ranks", str(hosts), "--concurrent", str(hosts), "--time", "3 s",
                               "--out", str(stages)],
                         order=["h0"],
                     )  # fmt: skip

@@ -89,10 +89,10 @@ def test_a_time_below_the_wires_is_raised_to_it() -> None:
 
 
 def test_a_size_that_took_longer_than_its_parts_was_disturbed() -> None:
-    # 8 MiB in four parts of 2 MiB would have been over after 80 ms; below 512 KiB nothing is told of larger messages.
+    # 8 MiB in four parts of 2 MiB would have been over after 80 ms, 5 % for bursts; below 512 KiB nothing is told of larger messages.
     points = {64 * 1024: (1e-4,), 2 * MIB: (20e-3,), 8 * MIB: (130e-3,), 16 * MIB: (150e-3,)}
     held = calibrate(None, [sums(points)], name="x").collectives[0].curve
-    assert held.times_s == pytest.approx((1e-4, 20e-3, 80e-3, 150e-3))
+    assert held.times_s == pytest.approx((1e-4, 20e-3, 84e-3, 150e-3))
 
 
 def test_a_link_that_was_disturbed_is_put_right_by_two_collectives_but_not_by_one() -> None:

@@ -92,6 +92,8 @@ def host_rates_bit_per_s(links: LinksRecord) -> dict[str, float]:
 
 PART_BYTES = 512 * KIB
 """Least size whose time per byte holds for larger ones too."""
+PART_SLACK = 1.05
+"""What a shaper's burst may have saved a message of that size."""
 PROOF_BYTES = MIB
 """Least size of a collective that proves a NIC's rate: of smaller ones what a shaper lets pass at once counts."""
 PROOF_FACTOR = 1.5
@@ -188,7 +190,7 @@ def _undisturbed(medians_s: dict[int, float]) -> dict[int, float]:
     held: dict[int, float] = {}
     best_s_per_byte = math.inf
     for size in sorted(medians_s):
-        held[size] = min(medians_s[size], best_s_per_byte * size)
+        held[size] = min(medians_s[size], PART_SLACK * best_s_per_byte * size)
         if size >= PART_BYTES:
             best_s_per_byte = min(best_s_per_byte, held[size] / size)
     return held

@@ -59,7 +59,9 @@ class Calibrated:
     """A curve carried to a layout with ``latency`` and ``transfer`` times those of its own.
 
     ``messages`` and ``moved``: times the messages, and the bytes that they carry together, of the layout measured;
-    ``cores``: those of the layout over its ranks, infinite where they are not known.
+    ``cores``: those of the layout over its ranks, infinite where they are not known. ``shared_s_per_byte``: of a link
+    that several flows share, where none was shared when it was measured; there one flow uses what another leaves while
+    it waits, so that the link has no idle time to carry over.
     """
 
     measured: Measured
@@ -68,6 +70,7 @@ class Calibrated:
     messages: float = 1.0
     moved: float = 1.0
     cores: float = math.inf
+    shared_s_per_byte: float = 0.0
 
     @classmethod
     def scaled(cls, measured: Measured, wanted: Timed, reference: Timed, cores: float = math.inf) -> Calibrated:
@@ -80,6 +83,10 @@ class Calibrated:
         )
         has_rate = reference.last_s_per_byte > 0 and wanted.last_s_per_byte > 0
         transfer = wanted.last_s_per_byte / reference.last_s_per_byte if has_rate else wanted.weight / reference.weight
+        shared_s_per_byte = 0.0
+        if has_rate and reference.single_s_per_byte >= reference.last_s_per_byte * (1 - SAME):
+            shared_s_per_byte = wanted.last_s_per_byte
+            transfer = max(wanted.single_s_per_byte, SAME * wanted.last_s_per_byte) / reference.last_s_per_byte
         sends = min(reference.messages, wanted.messages, reference.net_weight, wanted.net_weight) > 0
         return cls(
             measured=measured,
@@ -88,6 +95,7 @@ class Calibrated:
             messages=wanted.messages / reference.messages if sends else 1.0,
             moved=wanted.net_weight / reference.net_weight if sends else 1.0,
             cores=cores if sends else math.inf,
+            shared_s_per_byte=float(shared_s_per_byte),
         )
 
     def seconds(self, sizes_bytes: Floats) -> Floats:
@@ -97,7 +105,11 @@ class Calibrated:
     def _wire_s(self, sizes_bytes: Floats) -> Floats:
         curve = self.measured.curve.curve
         scale = self.transfer / self.latency
-        return np.array([self.latency * curve_time_s(curve, float(size) * scale) for size in sizes_bytes])
+        alone = np.array([self.latency * curve_time_s(curve, float(size) * scale) for size in sizes_bytes])
+        if self.is_same or not self.shared_s_per_byte:
+            return alone
+        result: Floats = np.maximum(alone, self.latency_s + self.shared_s_per_byte * sizes_bytes)
+        return result
 
     def _cpu_s(self, sizes_bytes: Floats) -> Floats:
         """What the cores take for a size when they do nothing else; never falling with size."""

@@ -30,6 +30,7 @@ class Timed:
     ``host_bytes``: largest share of the size that one host sends. ``binding``: the link that takes the longest.
     ``unknown``: a host that takes part and whose rate or latency the fabric does not tell. ``messages`` and
     ``net_weight``: what all ranks together send to other hosts, and the share of the size that it carries.
+    ``single_s_per_byte``: of large messages, on links that carry one flow only.
     """
 
     alpha_s: Floats
@@ -46,6 +47,7 @@ class Timed:
     tcp: tuple[TcpTerms, ...]
     messages: float
     net_weight: float
+    single_s_per_byte: float
 
     def seconds(self, sizes_bytes: Floats) -> Floats:
         """Times for sizes (S,), without the bound; never falling with size."""
@@ -146,6 +148,7 @@ def time_phases(
         tcp=tuple(tcp),
         messages=sum(phase.messages for phase in found),
         net_weight=sum(part.net_weight for part in parts),
+        single_s_per_byte=sum(part.single_s_per_byte for part in parts),
     )
 
 
@@ -160,6 +163,7 @@ class _Part:
     transport: Transport | None
     crosses: bool
     net_weight: float
+    single_s_per_byte: float
 
 
 def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: Phase, capacity: Floats) -> _Part:
@@ -173,7 +177,10 @@ def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: P
     used = np.flatnonzero(load)
     with np.errstate(invalid="ignore"):
         took = 8 * load[used] / capacity[:, used]
-    s_per_byte = phase.stall * took.max(axis=1) if used.size else np.zeros(capacity.shape[0])
+    # Where several flows share a link, one uses what another leaves while it waits.
+    is_shared = np.bincount(paths.ravel(), minlength=num_links)[used] > 1
+    took[:, ~is_shared] *= phase.stall
+    s_per_byte = took.max(axis=1) if used.size else np.zeros(capacity.shape[0])
     binding = int(used[np.argmax(took[-1])]) if used.size and s_per_byte[-1] > 0 else -1
     crosses = source != target
     has_net = bool(crosses.any())
@@ -201,6 +208,7 @@ def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: P
         transport=transport,
         crosses=has_net,
         net_weight=float(phase.weight[crosses].sum()),
+        single_s_per_byte=float(took[-1, ~is_shared].max(initial=alone)),
     )
 
 
