@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -304,6 +305,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE", help="where results go (benchmarks/results/NAME.json)")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where records stay; default a temporary folder")
     parser.add_argument("--part", metavar="I/N", default="1/1", help="run only every N-th scenario, from the I-th")
+    parser.add_argument("--stop-after", type=float, default=math.inf, metavar="S", help="begin nothing after so long")
     parser.add_argument("--only-calibrate", action="store_true", help="measure and fit the fabric, and stop")
     parser.add_argument("--again", action="store_true", help="predict again from what is measured in --work")
     return parser.parse_args()
@@ -332,6 +334,8 @@ def validate(args: argparse.Namespace, scenarios: Sequence[Scenario], work: Path
     document = json.loads(told.read_bytes())
     predictions, written = document["predictions"], document["written"]
     for scenario in part_of(scenarios, args.part):
+        if time.monotonic() - began > args.stop_after:
+            break
         target = work / f"measured-{args.seed}-{scenario.number}.json"
         if not target.is_file():
             write_bytes(target, json.dumps(run(scenario, work), indent=1).encode())
