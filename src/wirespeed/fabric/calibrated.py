@@ -84,7 +84,8 @@ class Calibrated:
         has_rate = reference.last_s_per_byte > 0 and wanted.last_s_per_byte > 0
         transfer = wanted.last_s_per_byte / reference.last_s_per_byte if has_rate else wanted.weight / reference.weight
         shared_s_per_byte = 0.0
-        if has_rate and reference.single_s_per_byte >= reference.last_s_per_byte * (1 - SAME):
+        was_single = reference.single_s_per_byte >= reference.last_s_per_byte * (1 - SAME)
+        if has_rate and was_single and wanted.single_s_per_byte < wanted.last_s_per_byte * (1 - SAME):
             shared_s_per_byte = wanted.last_s_per_byte
             transfer = max(wanted.single_s_per_byte, SAME * wanted.last_s_per_byte) / reference.last_s_per_byte
         sends = min(reference.messages, wanted.messages, reference.net_weight, wanted.net_weight) > 0
@@ -214,9 +215,16 @@ def with_trend(nearest: Measured, at: Timed, other: Measured, other_at: Timed, n
     """
     curve, ranks = nearest.curve.curve, nearest.curve.num_ranks
     sizes = np.array(curve.sizes_bytes, dtype=np.float64)
-    carried = Calibrated.scaled(other, at, other_at).seconds(sizes)
+    shift = Calibrated.scaled(other, at, other_at)
+    # Straight lines between points, not log-log: of a latency and a rate they say what is between without an error,
+    # and errors of both curves would count as a trend.
+    held = other.curve.curve
+    carried = shift.latency * np.interp(sizes * shift.transfer / shift.latency, held.sizes_bytes, held.times_s)
+    # Beyond its largest size the other curve tells nothing.
+    known = sizes * shift.transfer / shift.latency <= held.sizes_bytes[-1]
     with np.errstate(divide="ignore"):
         missed = np.clip(np.log(np.array(curve.times_s) / carried), *_TREND)
+    missed[~known] = missed[known][-1] if known.any() else 0.0
     falling = np.array(isotonic(missed.tolist()[::-1])[::-1])
     doublings = math.log(num_ranks / ranks) / math.log(ranks / other.curve.num_ranks)
     times = np.array(curve.times_s) * np.exp(falling * float(np.clip(doublings, -1.0, 1.0)))

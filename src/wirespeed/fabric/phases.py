@@ -30,7 +30,7 @@ class Timed:
     ``host_bytes``: largest share of the size that one host sends. ``binding``: the link that takes the longest.
     ``unknown``: a host that takes part and whose rate or latency the fabric does not tell. ``messages`` and
     ``net_weight``: what all ranks together send to other hosts, and the share of the size that it carries.
-    ``single_s_per_byte``: of large messages, on links that carry one flow only.
+    ``single_s_per_byte``: of large messages, without the uplinks that several flows share.
     """
 
     alpha_s: Floats
@@ -177,8 +177,8 @@ def _time_phase(network: Network, speeds: Speeds, placement: Placement, phase: P
     used = np.flatnonzero(load)
     with np.errstate(invalid="ignore"):
         took = 8 * load[used] / capacity[:, used]
-    # Where several flows share a link, one uses what another leaves while it waits.
-    is_shared = np.bincount(paths.ravel(), minlength=num_links)[used] > 1
+    # Where flows of several senders share an uplink, one uses what another leaves while it waits.
+    is_shared = (np.bincount(paths.ravel(), minlength=num_links)[used] > 1) & network.is_between_switches[used]
     took[:, ~is_shared] *= phase.stall
     s_per_byte = took.max(axis=1) if used.size else np.zeros(capacity.shape[0])
     binding = int(used[np.argmax(took[-1])]) if used.size and s_per_byte[-1] > 0 else -1
