@@ -112,7 +112,18 @@ def measure_all(work: Path, strategies: Sequence[str], lines: Sequence[float]) -
                 continue
             with Lab(LabSpec(hosts=hosts, rate_bit_per_s=line)) as lab:
                 if not links.is_file():
-                    bench(lab, ["links", "--streams", "1", "--duration", "700 ms", "--out", str(links)])
+                    bench(
+                        lab,
+                        [
+                            "links",
+                            "--streams",
+                            "1",
+                            "--duration",
+                            "300 ms" if is_quick else "700 ms",
+                            "--out",
+                            str(links),
+                        ],
+                    )
                 if not collectives.is_file():
                     # Sums of fp16 matter to one codec; what they cost more than fp32 is the same at any rate.
                     dtypes = "float32,float16" if line == lines[0] else "float32"
@@ -301,7 +312,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="what the scenarios are drawn from")
     parser.add_argument("--check", action="store_true", help="print one line per bar, and exit 1 if one is short")
-    parser.add_argument("--quick", action="store_true", help="four scenarios; results are not kept unless --out")
+    parser.add_argument("--quick", action="store_true", help="three scenarios; results are not kept unless --out")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where results go (benchmarks/results/NAME.json)")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where records stay; default a temporary folder")
     parser.add_argument("--part", metavar="I/N", default="1/1", help="run only every N-th scenario, from the I-th")
