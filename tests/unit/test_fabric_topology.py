@@ -5,6 +5,7 @@ import pytest
 
 from wirespeed.errors import DataError, UsageError
 from wirespeed.fabric.files import parse_fabric
+from wirespeed.fabric.patterns import Operation
 from wirespeed.fabric.placement import Placement, place, stack_groups
 from wirespeed.fabric.timing import cost, prepare
 from wirespeed.fabric.topology import CollectiveCurve, Curve, Fabric, Figure, Host, Uplink
@@ -106,6 +107,21 @@ def test_an_order_that_crosses_the_uplink_pays_for_it_with_the_bytes_alone() -> 
     small = cost(fabric, "all_reduce", 64, placement)
     assert small.seconds == pytest.approx(14 * 1e-3, rel=0.01)
     assert small.binding == "latency"
+
+
+def test_gloos_own_rings_are_longer_than_the_textbooks() -> None:
+    fabric = Fabric(hosts=hosts(4), rtt_s=Figure(value=1e-9, origin="measured"))
+    wire_s = 64 * MIB * 8 / 1e9
+
+    def seconds(operation: Operation, backend: str) -> float:
+        return cost(fabric, operation, 64 * MIB, place(fabric), backend=backend, algorithm="auto").seconds
+
+    assert seconds("all_gather", "nccl") == pytest.approx(0.75 * wire_s)
+    # Half a block more, of which a rank sends three.
+    assert seconds("all_gather", "gloo") == pytest.approx(0.75 * wire_s * 3.5 / 3)
+    # A whole all_reduce, of which each keeps its part.
+    assert seconds("reduce_scatter", "nccl") == pytest.approx(0.75 * wire_s)
+    assert seconds("reduce_scatter", "gloo") == pytest.approx(1.5 * wire_s)
 
 
 def test_a_slow_host_binds_and_is_named() -> None:

@@ -28,8 +28,11 @@ _DONE = 1e-9
 
 def relay(network: Network, placement: Placement, layouts: Sequence[Layout]) -> list[Phase]:
     """The phases of a broadcast from place 0 of every group of the layouts, all at the same time."""
-    parent, source, target, group, offset = [], [], [], [], 0
-    depth = 0
+    parent: list[Ints] = []
+    source: list[Ints] = []
+    target: list[Ints] = []
+    group: list[Ints] = []
+    offset = depth = 0
     for layout in layouts:
         of = _parents(layout.size)
         depth = max(depth, (layout.size - 1).bit_length())
