@@ -20,7 +20,7 @@ from wirespeed.lab import Lab
 PERIOD_S = 0.04
 ACTIVE = 0.1
 """Of a link's rate: below it a window counts as a pause between runs."""
-FULL = 0.8
+FULL = 0.9
 """Of the rate: a link that carries so much while anything is under way is the limit."""
 HALF = 0.5
 """Of the rate: the least that a link which binds carries; below it messages, and not bytes, take the time."""

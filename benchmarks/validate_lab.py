@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from _harness import RESULTS, Bar, finish
-from _lab_meter import HALF, Meter
+from _lab_meter import HALF, Meter, Reading
 from _lab_scenarios import Scenario, draw, quick
 from validation_page import PAGE, page
 from wirespeed.fabric.extension import extend
@@ -36,11 +36,10 @@ from wirespeed.fabric.placement import place_on
 from wirespeed.fabric.topology import Fabric
 from wirespeed.lab import Lab, LabSpec
 from wirespeed.plan.axes import PlacedCosts
-from wirespeed.plan.collective import binding_kind, predict_collective
+from wirespeed.plan.collective import predict_collective
 from wirespeed.plan.models import load_model
 from wirespeed.records import CodecsRecord, CollectivesRecord, LinksRecord, read, write_bytes
-from wirespeed.sim.costs import ScaledCosts
-from wirespeed.sim.training import predict_step
+from wirespeed.sim.training import fill_buckets, predict_step
 from wirespeed.spec.strategy import Strategy
 from wirespeed.tune.places import LabPlace
 from wirespeed.tune.replay import ReplayOptions, first_bucket_bytes, options_of, run_replay, scaled_strategy
@@ -49,6 +48,7 @@ LINES_BIT_PER_S = (250e6, 1e9)
 """Of the labs it is calibrated on: a shaper's segments, and so what a byte costs the cores, depend on the rate."""
 SIZES = {250e6: "4KiB,64KiB,512KiB,2MiB,8MiB", 1e9: "4KiB,256KiB,2MiB,8MiB,32MiB"}
 QUICK_SIZES = "4KiB,256KiB,2MiB"
+SMALL_SIZES = "1KiB,4KiB,16KiB"
 REPEATS, QUICK_REPEATS = 8, 6
 MEAN_ERROR, WORST_ERROR = 0.08, 0.20
 RUN_TIMEOUT_S = 120.0
@@ -107,8 +107,9 @@ def measure_all(work: Path, strategies: Sequence[str], lines: Sequence[float]) -
             began = time.monotonic()
             links = work / f"links-{line / 1e6:.0f}.json"
             collectives = work / f"collectives-{line / 1e6:.0f}-{hosts}.json"
+            small = work / f"collectives-{line / 1e6:.0f}-{hosts}-small.json"
             stages = work / f"codecs-{hosts}.json"
-            if all(path.is_file() for path in (links, collectives, stages)):
+            if all(path.is_file() for path in (links, collectives, small, stages)):
                 continue
             with Lab(LabSpec(hosts=hosts, rate_bit_per_s=line)) as lab:
                 if not links.is_file():
@@ -130,6 +131,12 @@ def measure_all(work: Path, strategies: Sequence[str], lines: Sequence[float]) -
                     bench(
                         lab, ["collectives", "--sizes", sizes, "--dtypes", dtypes, "--repeats", str(repeats),
                               "--deadline", "80 s", "--out", str(collectives)]
+                    )  # fmt: skip
+                if not small.is_file():
+                    # What takes some milliseconds is disturbed the most: many runs cost nothing.
+                    bench(
+                        lab, ["collectives", "--sizes", SMALL_SIZES, "--dtypes", "float32", "--repeats", "40",
+                              "--out", str(small)]
                     )  # fmt: skip
                 if codecs and not stages.is_file():
                     # One process is enough: where ranks outnumber the cores, it is CPU time that is counted.
@@ -197,13 +204,18 @@ def predict(scenario: Scenario, bases: Sequence[Fabric]) -> dict[str, Any]:
     costs = PlacedCosts(fabric, place_on(fabric, scenario.order), None, backend="gloo")
     first = min(first_bucket_bytes(scenario.scale), strategy.bucket_bytes)
     found = predict_step(options.workload, strategy, costs, first_bucket_bytes=first)
-    links = list(costs.bindings.values())
-    # Seconds of bytes alone: what keeps the link busy, without the waiting between them.
-    busy = predict_step(options.workload, strategy, ScaledCosts(costs=costs, latency=0.0), first_bucket_bytes=first)
+    buckets = fill_buckets(options.workload.gradients, strategy.bucket_bytes, first_bucket_bytes=first)
+    sent = [t for b in buckets for t in strategy.transfers(b.num_elements, len(scenario.order), b.shapes)]
+    each = [
+        predict_collective(fabric, t.collective, t.size_bytes, order=scenario.order, backend="gloo", dtype=t.dtype)
+        for t in sent
+    ]
+    largest = max(each, key=lambda one: one.size_bytes)
+    is_busy = sum(one.busy_s for one in each) >= HALF * found.step_s
     return {
         "seconds": found.step_s,
-        "binding": links[0],
-        "kind": binding_kind(links[0]) if busy.wire_s >= HALF * found.step_s else "nothing",
+        "binding": largest.binding,
+        "kind": largest.binding_kind if is_busy else "nothing",
         "resource": found.binding,
         "exposed_s": found.exposed_s,
     }
@@ -217,8 +229,7 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
     with Lab(scenario.spec) as lab, Meter(lab) as meter:
         found = _RUNNERS[scenario.what](scenario, lab, folder)
     reading = meter.reading
-    verdict = reading.verdict_of_steps if scenario.what == "training" else reading.verdict
-    return {**found, "reading": asdict(reading), "verdict": verdict}
+    return {**found, "reading": asdict(reading)}
 
 
 def run_collective(scenario: Scenario, lab: Lab, folder: Path) -> dict[str, Any]:
@@ -264,6 +275,9 @@ _RUNNERS = {"collective": run_collective, "send": run_send, "training": run_trai
 def compare(scenario: Scenario, predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """One row: the scenario, both times, the error, and whether what binds was named."""
     kinds = {"host NIC": "host NIC", "uplink": "rack uplink"}
+    reading = Reading(**measured["reading"])
+    verdict = reading.verdict_of_steps if scenario.what == "training" else reading.verdict
+    measured = {**measured, "verdict": verdict}
     named = kinds.get(predicted["kind"], "none")
     return {
         "scenario": scenario.as_dict(),

@@ -37,7 +37,7 @@ has a lab of its own: other numbers of hosts, other rates, two racks with an ove
 order. Hosts of a lab share the cores of one machine ({cpus} here), which is part of what is predicted.
 
 What binds is not taken from a model: the kernel's byte counters of every NIC and uplink are read every 40 ms while the
-scenario runs. In the windows with traffic the busiest link of all binds where it carries 80 % of its rate (median over
+scenario runs. In the windows with traffic the busiest link of all binds where it carries 90 % of its rate (median over
 windows); else the cores where 90 % of them are busy; else the link where it carries at least half; else nothing but
 latency. "none" stands for cores and latency. A training step computes as well: there a link binds, said or seen, where
 it is busy for at least half of the step.

@@ -52,6 +52,8 @@ class Measured:
     groups: list[Groups]
     is_alike: bool
     """Measured with the type that is asked for."""
+    spent: CollectiveCurve | None = None
+    """What tells the cost to the cores, where ``curve`` was changed: waiting longer is no more work."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +118,7 @@ class Calibrated:
         """What the cores take for a size when they do nothing else; never falling with size."""
         if self.is_same or not self.measured.curve.curve.cpu or math.isinf(self.cores):
             return np.zeros(sizes_bytes.shape)
-        spent = _cpu_curve(self.measured.curve)
+        spent = _cpu_curve(self.measured.curve if self.measured.spent is None else self.measured.spent)
         scale = self.moved / self.messages
         return self.messages / self.cores * np.array([curve_time_s(spent, float(size) * scale) for size in sizes_bytes])
 
@@ -229,7 +231,9 @@ def with_trend(nearest: Measured, at: Timed, other: Measured, other_at: Timed, n
     doublings = math.log(num_ranks / ranks) / math.log(ranks / other.curve.num_ranks)
     times = np.array(curve.times_s) * np.exp(falling * float(np.clip(doublings, -1.0, 1.0)))
     changed = msgspec.structs.replace(curve, times_s=tuple(np.maximum.accumulate(times).tolist()))
-    return dataclasses.replace(nearest, curve=msgspec.structs.replace(nearest.curve, curve=changed))
+    return dataclasses.replace(
+        nearest, curve=msgspec.structs.replace(nearest.curve, curve=changed), spent=nearest.curve
+    )
 
 
 def _bench(fabric: Fabric, curve: CollectiveCurve) -> Fabric:

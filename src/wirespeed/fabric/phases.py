@@ -30,7 +30,8 @@ class Timed:
     ``host_bytes``: largest share of the size that one host sends. ``binding``: the link that takes the longest.
     ``unknown``: a host that takes part and whose rate or latency the fabric does not tell. ``messages`` and
     ``net_weight``: what all ranks together send to other hosts, and the share of the size that it carries.
-    ``single_s_per_byte``: of large messages, without the uplinks that several flows share.
+    ``busy_s_per_byte``: of the link that binds
+    alone. ``single_s_per_byte``: of large messages, without the uplinks that several flows share.
     """
 
     alpha_s: Floats
@@ -48,6 +49,7 @@ class Timed:
     messages: float
     net_weight: float
     single_s_per_byte: float
+    busy_s_per_byte: float
 
     def seconds(self, sizes_bytes: Floats) -> Floats:
         """Times for sizes (S,), without the bound; never falling with size."""
@@ -149,6 +151,7 @@ def time_phases(
         messages=sum(phase.messages for phase in found),
         net_weight=sum(part.net_weight for part in parts),
         single_s_per_byte=sum(part.single_s_per_byte for part in parts),
+        busy_s_per_byte=by_link[binding],
     )
 
 

@@ -41,7 +41,8 @@ class Cost:
 
     ``latency_s``: what does not grow with bytes. ``lower_bound_s``: no algorithm is faster. ``binding``: the link that
     limits it, "latency", or the cores (``CORES``). ``wire_bytes``: the most that one host sends. ``uncertainty``:
-    relative; a measured curve's residual inside its range, else what is known of such models in general.
+    relative; a measured curve's residual inside its range, else what is known of such models in general. ``busy_s``:
+    how long the link that takes the longest carries bytes.
     """
 
     seconds: float
@@ -54,6 +55,7 @@ class Cost:
     uncertainty: float
     wire_bytes: float
     effective_bit_per_s: float
+    busy_s: float = 0.0
 
 
 class CollectiveModel:
@@ -126,6 +128,7 @@ class CollectiveModel:
             uncertainty=uncertainty,
             wire_bytes=timed.host_bytes * size_bytes,
             effective_bit_per_s=timed.effective_bit_per_s,
+            busy_s=min(timed.busy_s_per_byte * size_bytes, seconds),
         )
 
 

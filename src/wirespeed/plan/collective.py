@@ -26,7 +26,8 @@ BindingKind = Literal["host NIC", "uplink", "inside a host", "latency", "cores",
 class CollectivePrediction(msgspec.Struct, frozen=True, kw_only=True):
     """One collective of ``size_bytes`` (the convention of ``records``) over ``num_ranks``.
 
-    ``binding`` is the link or resource by name, ``binding_kind`` what sort of thing it is. ``busbw_bit_per_s`` is None
+    ``binding`` is the link or resource by name, ``binding_kind`` what sort of thing it is; ``busy_s`` how long the link
+    that takes the longest carries bytes. ``busbw_bit_per_s`` is None
     for operations that have no bus bandwidth.
     """
 
@@ -44,6 +45,7 @@ class CollectivePrediction(msgspec.Struct, frozen=True, kw_only=True):
     is_in_range: bool
     uncertainty: float
     wire_bytes: float
+    busy_s: float
     busbw_bit_per_s: float | None
 
 
@@ -96,6 +98,7 @@ def _answer(fabric: Fabric, placement: Placement, operation: str, size_bytes: in
         is_in_range=cost.is_in_range,
         uncertainty=cost.uncertainty,
         wire_bytes=cost.wire_bytes,
+        busy_s=cost.busy_s,
         busbw_bit_per_s=busbw,
     )
 
