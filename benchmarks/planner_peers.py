@@ -1,11 +1,11 @@
 """The planner beside other tools: one ring all-reduce on one switch, the answer and the time it takes to come.
 
-SimGrid is asked through its Python package, which lives in a virtual environment of its own (--python names its
-interpreter; without one, what `pip install` says is recorded). Calculon is not in the package index: the name there
-belongs to another project. Start-up of each tool is counted, imports included.
+SimGrid is asked through its Python package, by an interpreter that has it (--python; without one, --why-not is
+recorded). On Debian 12 that is the system's, after `apt-get install python3-simgrid`; the package index holds sources
+only. Calculon is not in the package index: the name there belongs to another project. Start-up of each tool is counted,
+imports included.
 
-    python -m venv /tmp/simgrid && /tmp/simgrid/bin/pip install simgrid
-    python benchmarks/planner_peers.py --python /tmp/simgrid/bin/python --check
+    python benchmarks/planner_peers.py --python /usr/bin/python3 --check
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> int:
         tools.append({"tool": "SimGrid", "why": args.why_not or "not asked: no interpreter was named"})
     else:
         version = subprocess.run(
-            [args.python, "-c", "import importlib.metadata as m; print(m.version('simgrid'))"],
+            [args.python, "-c", "from simgrid import simgrid_version as v; print(v)"],
             capture_output=True, text=True, check=True, timeout=60,
         ).stdout.strip()  # fmt: skip
         tools.append({"tool": f"SimGrid {version} (Python, model CM02)", **simgrid(args.python)})
