@@ -31,7 +31,7 @@ def test_every_collective_is_timed_and_right_on_three_ranks() -> None:
     assert (record.backend, record.num_ranks, record.ranks_per_host) == ("gloo", 3, 1)
     kinds = [
         ("all_reduce", "float32"), ("all_reduce", "float16"), ("all_gather", "uint8"), ("reduce_scatter", "float32"),
-        ("all_to_all", "uint8"), ("broadcast", "uint8"),
+        ("all_to_all", "uint8"), ("broadcast", "uint8"), ("scatter", "uint8"),
     ]  # fmt: skip
     assert [(s.collective, s.dtype) for s in record.samples] == kinds * 2
     assert all(sample.is_correct for sample in record.samples)
