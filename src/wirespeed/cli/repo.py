@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from wirespeed import units
-from wirespeed.cli import repo_upkeep
+from wirespeed.cli import repo_swarm, repo_upkeep
 from wirespeed.cli.render import make_table, print_json, say, show, stderr_console
 from wirespeed.cli.repo_options import JsonOption, RepoOption, WantedArgument, open_repository, some_of
 from wirespeed.errors import UsageError
@@ -320,5 +320,8 @@ app.command("verify")(repo_upkeep.verify)
 app.command("rm")(repo_upkeep.remove)
 app.command("gc")(repo_upkeep.collect)
 app.command("alias")(repo_upkeep.alias)
+app.command("warm")(repo_swarm.warm)
+app.command("peer")(repo_swarm.peer)
+app.command("tracker")(repo_swarm.tracker)
 app.command("hub")(repo_upkeep.hub)
 app.command("dev-store")(repo_upkeep.dev_store)

@@ -43,6 +43,8 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
     hot_bytes: int
     local_bytes: int
     num_damaged: int
+    peer_bytes: int = 0
+    """From other hosts."""
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +94,8 @@ def fill(
         for file, part, publish, like in jobs:
             job = _Job(file, part, publish)
             missing = part.missing(like=like)
+            absent = {file.chunks[at] for at in missing}
+            source.kept(index for index in file.chunks if index not in absent)
             if not missing:
                 kept += file.size_bytes
                 publish(part)
@@ -125,6 +129,7 @@ def pull_to_cache(
     total = sum(file.size_bytes for file in unique.values())
     kept = sum(unique[content_id].size_bytes for content_id in here)
     wanted = [file for content_id, file in unique.items() if content_id not in here]
+    source.kept(index for content_id in here for index in unique[content_id].chunks)
     if wanted:
         cache.reserve(sum(file.size_bytes for file in wanted), keep=frozenset(unique))
     for start in range(0, len(wanted), BATCH_FILES):
@@ -303,6 +308,7 @@ def _result(source: Source, version: Version, folder: Path, kept: int) -> Pulled
         name=version.name, number=version.number, folder=str(folder), num_files=len(source.manifest.files),
         num_bytes=source.manifest.num_bytes, kept_bytes=kept, store_bytes=counts.store_bytes,
         hot_bytes=counts.hot_bytes, local_bytes=counts.local_bytes, num_damaged=counts.num_damaged,
+        peer_bytes=counts.peer_bytes,
     )  # fmt: skip
 
 

@@ -1,0 +1,376 @@
+"""Chunks from the best upstream: a peer before this one in the chain, or the store.
+
+Many pieces are asked for ahead, so that the upstream sends each the moment it has it. An upstream that dies, goes
+silent, gives up or sends a wrong chunk is left at once, a slow one after ``watch`` found it so; the next one is asked
+only for what is still missing. Where no upstream is left, the store is read, and where that fails too, all are tried
+again until the deadline. Runs on the event loop; chunks are hashed and written on ``executor``, the store is read on
+one of ``threads``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+from wirespeed import wire
+from wirespeed.errors import DataError, PeerFailure, UsageError
+from wirespeed.repo.swarm.board import Board, Buffer
+from wirespeed.repo.swarm.messages import MAX_ASKS, PIECE_BYTES, SMALL_CHUNK_BYTES, Ask, Pieces, Plan, pack
+from wirespeed.repo.swarm.neighbours import Neighbours
+from wirespeed.repo.swarm.pace import Pace
+from wirespeed.repo.swarm.watch import CONNECT_S, Stream, watch
+from wirespeed.units import MIB
+
+WINDOW_BYTES = 24 * MIB
+"""Asked for and not yet here: three chunks, so that the one whose last piece waits for its hash stops nothing."""
+UNWRITTEN_BYTES = 64 * MIB
+"""Here and not yet on disk: a slow disk stops the asking."""
+CALL_S = 120.0
+REST_S = 5.0
+"""So long an upstream that was left is not tried again while there is another."""
+STORE = "store"
+
+Use = Callable[[int, memoryview], None]
+FromStore = Callable[[Sequence[int], Use, threading.Event], None]
+
+
+class Download:
+    """Everything that one peer fetches of one version."""
+
+    def __init__(
+        self,
+        board: Board,
+        plan: Plan,
+        *,
+        neighbours: Neighbours,
+        executor: Executor,
+        threads: Executor,
+        pace: Pace,
+        from_store: FromStore | None,
+        on_news: Callable[[str], None],
+    ) -> None:
+        self.board = board
+        self.plan = plan
+        self.neighbours = neighbours
+        self.upstream = ""
+        self.peer_bytes = 0
+        self.num_damaged = 0
+        self.passed_over: list[str] = []
+        self.arrived_s = 0.0
+        self._executor = executor
+        self._threads = threads
+        self._pace = pace
+        self._from_store_fn = from_store
+        self._on_news = on_news
+        self._loop = asyncio.get_running_loop()
+        self._asks: deque[tuple[Ask, ...]] = deque()
+        self._left: set[int] = set()
+        self._use: Use = lambda index, content: None
+        self._stream: Stream | None = None
+        self._unwritten_bytes = 0
+        self._blamed: set[str] = set()
+        self._rests_until_s: dict[str, float] = {}
+        self._reasons: dict[str, str] = {}
+        self._fault: BaseException | None = None
+        self._stop_store: threading.Event | None = None
+        self._is_timer_set = False
+        self._deadline_s = self._loop.time() + plan.deadline_s
+
+    @property
+    def idle_s(self) -> float:
+        """Since something came."""
+        return self._loop.time() - self.arrived_s
+
+    async def run(self, indices: Sequence[int], use: Use) -> None:
+        """Have these chunks, and hand each to ``use``, from other threads. Raises its error, PeerFailure, DataError."""
+        self._use = use
+        self._left = set(indices)
+        self._asks = deque(group(self.board, indices))
+        self.arrived_s = self._loop.time()
+        while self._left:
+            if self._fault is not None:
+                raise self._fault
+            address = self._choose()
+            if address == STORE:
+                await self._take_from_store()
+            elif address:
+                await self._take_from(address)
+            if self._loop.time() > self._deadline_s:
+                said = "; ".join(f"{who}: {why}" for who, why in self._reasons.items())
+                raise PeerFailure(
+                    f"{self.plan.version.label} did not arrive within {self.plan.deadline_s:g} s",
+                    expected="an upstream or a store that has it",
+                    hint=said or "raise the deadline",
+                )
+            if not address:
+                await asyncio.sleep(0.1)
+
+    def stop(self) -> None:
+        """End it: ``run`` raises PeerFailure soon."""
+        self._fault = PeerFailure("the download was ended")
+        if self._stop_store is not None:
+            self._stop_store.set()
+        if self._stream is not None:
+            self._stream.leave("")
+
+    def _choose(self) -> str:
+        """The nearest upstream that is worth trying, else the store, else nothing for the moment."""
+        now_s = self._loop.time()
+        ready = [address for address in self.plan.upstreams if address not in self._blamed]
+        candidates = [*ready, *([STORE] if self._from_store_fn is not None else [])]
+        if self._from_store_fn is None and not ready:
+            candidates = list(self.plan.upstreams)  # better one that was wrong once than none
+        for address in candidates:
+            if self._rests_until_s.get(address, 0.0) <= now_s:
+                return address
+        return ""
+
+    def _pass_over(self, address: str, reason: str) -> None:
+        self._rests_until_s[address] = self._loop.time() + REST_S
+        self._reasons[address] = reason
+        self.passed_over.append(f"{address}: {reason}")
+        self._on_news(f"{self.plan.version.label}: passed over {address}: {reason}")
+
+    # --- the store
+
+    async def _take_from_store(self) -> None:
+        assert self._from_store_fn is not None
+        self.upstream = STORE
+        stop = self._stop_store = threading.Event()
+
+        def use(index: int, content: memoryview) -> None:
+            self._loop.call_soon_threadsafe(self._came_whole, index, content)
+            self._use(index, content)
+            self._loop.call_soon_threadsafe(self._is_written, index)
+
+        wanted = [index for index in self.board.places if index in self._left]
+        try:
+            await self._loop.run_in_executor(self._threads, self._from_store_fn, wanted, use, stop)
+            await asyncio.sleep(0)  # what the threads have told the loop
+        except (PeerFailure, DataError) as fault:
+            if not self.plan.upstreams or self._fault is not None:
+                raise
+            self._pass_over(STORE, str(fault))
+            self._asks = deque(group(self.board, [i for i in self.board.places if i in self._left]))
+        finally:
+            stop.set()
+
+    def _came_whole(self, index: int, content: memoryview) -> None:
+        self.arrived_s = self._loop.time()
+        self.board.right(index, content)
+
+    def _is_written(self, index: int) -> None:
+        self._left.discard(index)
+        self.board.written(index)
+
+    # --- a peer
+
+    async def _take_from(self, address: str) -> None:
+        self.upstream = address
+        try:
+            connection = await wire.connect(address, timeout_s=CONNECT_S, security=self.neighbours.security)
+        except (PeerFailure, UsageError) as fault:
+            self._pass_over(address, str(fault))
+            return
+        stream = self._stream = Stream(address, connection, self._loop)
+        watcher = asyncio.create_task(watch(self, stream))
+        try:
+            self.pump()
+            reason = await stream.over
+        finally:
+            watcher.cancel()
+            # At once: no late byte may land in memory that another upstream is about to fill.
+            connection.abort()
+            self._stream = None
+            for asks in reversed(stream.flying.values()):
+                self._asks.appendleft(asks)
+            stream.flying.clear()
+        if reason:
+            self._pass_over(address, reason)
+
+    def pump(self) -> None:
+        """Ask for more, as far as the window, the disk and the rate allow."""
+        stream = self._stream
+        while (
+            stream is not None
+            and self._asks
+            and not stream.over.done()
+            and stream.flying_bytes < WINDOW_BYTES
+            and self._unwritten_bytes < UNWRITTEN_BYTES
+            and not self._is_timer_set
+        ):
+            self.ask(stream, self._asks.popleft())
+
+    def ask(self, stream: Stream, asks: tuple[Ask, ...]) -> None:
+        """Ask this upstream, when the rate allows."""
+        num_bytes = sum(ask.length for ask in asks)
+        delay_s = self._pace.delay_s(num_bytes)
+        stream.flying_bytes += num_bytes
+        if delay_s > 0:
+            self._is_timer_set = True
+            stream.flying[object()] = asks
+            key = next(reversed(stream.flying))
+            self._loop.call_later(delay_s, self._ask_later, stream, key)
+        else:
+            self._ask_now(stream, asks, num_bytes)
+
+    def _ask_later(self, stream: Stream, key: object) -> None:
+        self._is_timer_set = False
+        asks = stream.flying.pop(key, None)
+        if asks is not None and not stream.over.done():
+            self._ask_now(stream, asks, sum(ask.length for ask in asks))
+        elif asks is not None:
+            stream.flying[key] = asks  # whoever ends the stream takes it back
+        self.pump()
+
+    def _ask_now(self, stream: Stream, asks: tuple[Ask, ...], num_bytes: int) -> None:
+        into: memoryview | None = None
+        if len(asks) == 1:
+            content = self.board.buffer(asks[0].index).content
+            into = content[asks[0].offset : asks[0].offset + asks[0].length]
+        message = pack(Pieces(self.plan.digest, asks))
+        try:
+            future = stream.connection.call_soon("pieces", message, timeout_s=CALL_S, into=into)
+        except (PeerFailure, UsageError) as fault:
+            stream.flying[object()] = asks
+            stream.leave(str(fault))
+            return
+        stream.flying[future] = asks
+        future.add_done_callback(functools.partial(self._arrived, stream, asks, num_bytes))
+
+    def _arrived(
+        self, stream: Stream, asks: tuple[Ask, ...], num_bytes: int, future: asyncio.Future[wire.Reply]
+    ) -> None:
+        fault = None if future.cancelled() else future.exception()
+        if future not in stream.flying or future.cancelled():
+            return  # taken back when the stream ended
+        if fault is not None:
+            stream.leave(str(fault))
+            return
+        del stream.flying[future]
+        stream.flying_bytes -= num_bytes
+        reply = future.result()
+        if len(reply.payload) != num_bytes:
+            self._asks.appendleft(asks)
+            stream.leave(f"it gave {len(reply.payload)} bytes instead of {num_bytes}")
+            return
+        stream.arrived_bytes += num_bytes
+        self.peer_bytes += num_bytes
+        self.arrived_s = self._loop.time()
+        source = (stream.address, reply.meta)
+        if len(asks) > 1:
+            self._split(asks, memoryview(reply.payload), source)
+        else:
+            buffer = self.board.arrive(asks[0].index, asks[0].offset, source)
+            if buffer.num_missing == 0:
+                self._check(asks[0].index, buffer)
+        self.pump()
+
+    def _split(self, asks: tuple[Ask, ...], payload: memoryview, source: tuple[str, bytes]) -> None:
+        at = 0
+        for ask in asks:
+            buffer = self.board.buffer(ask.index)
+            buffer.content[:] = payload[at : at + ask.length]
+            at += ask.length
+            self.board.arrive(ask.index, 0, source)
+            self._check(ask.index, buffer)
+
+    # --- verified and written
+
+    def _check(self, index: int, buffer: Buffer) -> None:
+        self._unwritten_bytes += len(buffer.content)
+        task = self._loop.run_in_executor(self._executor, self._check_and_use, index, buffer)
+        task.add_done_callback(functools.partial(self._checked, index, buffer))
+
+    def _check_and_use(self, index: int, buffer: Buffer) -> bool:
+        """On another thread: whether the chunk is right; then it is handed on, and goes to its files."""
+        from blake3 import blake3
+
+        if blake3(buffer.content).digest() != self.board.manifest.chunks[index].digest:
+            return False
+        self._loop.call_soon_threadsafe(self.board.right, index)
+        self._use(index, buffer.content)
+        return True
+
+    def _checked(self, index: int, buffer: Buffer, task: asyncio.Future[bool]) -> None:
+        self._unwritten_bytes -= len(buffer.content)
+        stream = self._stream
+        if task.cancelled() or (fault := task.exception()) is not None:
+            self._fault = fault if not task.cancelled() else PeerFailure("the download was ended")
+            if stream is not None:
+                stream.leave("")
+            return
+        if task.result():
+            self._is_written(index)
+            if not self._left and stream is not None:
+                stream.leave("")
+        else:
+            self._refuse(index, buffer)
+        self.pump()
+
+    def _refuse(self, index: int, buffer: Buffer) -> None:
+        """A whole chunk that is wrong. Whoever sent all of it is at fault; of several nobody is known to be."""
+        self.num_damaged += 1
+        self.board.drop(index)
+        self._asks.extendleft(reversed(group(self.board, [index])))
+        if len(buffer.sources) != 1:
+            return
+        address = next(iter(buffer.sources))[0]
+        self._blamed.add(address)
+        reason = f"chunk {index} came wrong from it"
+        if self._stream is not None and self._stream.address == address:
+            self._stream.leave(reason)
+        else:
+            self._pass_over(address, reason)
+
+    # --- for watch
+
+    def take_back(self) -> tuple[Ask, ...] | None:
+        """The last asks of all, for a trial of another upstream."""
+        return self._asks.pop() if len(self._asks) > 8 else None
+
+    def put_back(self, asks: tuple[Ask, ...]) -> None:
+        """They were not answered."""
+        self._asks.append(asks)
+
+    def came_from_trial(self, asks: tuple[Ask, ...], reply: wire.Reply, address: str) -> None:
+        """They were."""
+        self.peer_bytes += sum(ask.length for ask in asks)
+        source = (address, reply.meta)
+        if len(asks) > 1:
+            self._split(asks, memoryview(reply.payload), source)
+            return
+        ask = asks[0]
+        buffer = self.board.buffer(ask.index)
+        buffer.content[ask.offset : ask.offset + ask.length] = reply.payload
+        if self.board.arrive(ask.index, ask.offset, source).num_missing == 0:
+            self._check(ask.index, buffer)
+
+
+def group(board: Board, indices: Sequence[int]) -> list[tuple[Ask, ...]]:
+    """What to ask for: large chunks piece by piece, small ones together. In order."""
+    asks: list[tuple[Ask, ...]] = []
+    small: list[Ask] = []
+    small_bytes = 0
+    for index in indices:
+        length = board.manifest.chunks[index].length
+        if length <= SMALL_CHUNK_BYTES:
+            if small_bytes + length > PIECE_BYTES or len(small) == MAX_ASKS:
+                asks.append(tuple(small))
+                small, small_bytes = [], 0
+            small.append(Ask(index, 0, length))
+            small_bytes += length
+            continue
+        if small:
+            asks.append(tuple(small))
+            small, small_bytes = [], 0
+        asks.extend(
+            (Ask(index, offset, min(PIECE_BYTES, length - offset)),) for offset in range(0, length, PIECE_BYTES)
+        )
+    if small:
+        asks.append(tuple(small))
+    return asks

@@ -1,0 +1,168 @@
+"""Whether an upstream is worth staying with: it is watched while pieces come from it.
+
+- It says nothing: asked how far it is, it does not answer either. Left after about two seconds.
+- It answers, but gives nothing, and says that it starves as well: it will change its own upstream. Given more time,
+  so that behind a dead host one peer reconnects and not all of those behind it.
+- It gains at less than half the rate of its own upstream, twice in a row, and is well behind it: slow, left for that.
+- Its own upstream has everything (a seed, the store), so that rates say nothing: two pieces are asked of that one, as a
+  trial, at 2, 4, 8 ... seconds. They are needed anyway. Left where that was more than twice as fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from wirespeed import wire
+from wirespeed.errors import PeerFailure, UsageError
+from wirespeed.repo.swarm.chain import TRIAL_GAIN, is_slow
+from wirespeed.repo.swarm.messages import Ask, Pieces, Progress, pack
+from wirespeed.units import format_size
+
+if TYPE_CHECKING:
+    from wirespeed.repo.swarm.download import Download
+
+CONNECT_S = 2.0
+LOOK_S = 0.25
+COMPARE_S = 0.75
+"""Rates are compared over no less than this."""
+STALL_S = 0.8
+"""Nothing for so long, while something was asked for: the upstream is asked what is wrong."""
+ANSWER_S = 1.0
+PATIENCE_S = 8.0
+"""For an upstream that lives and starves itself."""
+TRIAL_S = 2.0
+NUM_TRIAL_ASKS = 2
+
+
+class Stream:
+    """One connection that pieces come over. ``over`` resolves with why it was left, or "" when all has come."""
+
+    def __init__(self, address: str, connection: wire.Connection, loop: asyncio.AbstractEventLoop) -> None:
+        self.address = address
+        self.connection = connection
+        self.flying: dict[object, tuple[Ask, ...]] = {}
+        self.flying_bytes = 0
+        self.arrived_bytes = 0
+        self.over: asyncio.Future[str] = loop.create_future()
+
+    def leave(self, reason: str) -> None:
+        """Stop taking from it."""
+        if not self.over.done():
+            self.over.set_result(reason)
+
+
+class _Sample:
+    """How far both were at one time."""
+
+    def __init__(self, time_s: float, address: str, upstream: Progress, above: Progress) -> None:
+        self.time_s = time_s
+        self.address = address
+        self.upstream_bytes = upstream.held_bytes
+        self.above_bytes = above.held_bytes
+
+
+async def watch(download: Download, stream: Stream) -> None:
+    """Leave the stream when its upstream is not worth staying with. Runs until it is cancelled."""
+    loop = asyncio.get_running_loop()
+    before: _Sample | None = None
+    strikes = 0
+    rate_from = (loop.time(), stream.arrived_bytes)
+    compare_at_s = loop.time() + COMPARE_S
+    trial_after_s = TRIAL_S
+    trial_at_s = loop.time() + TRIAL_S
+    download.arrived_s = loop.time()
+    while not stream.over.done():
+        await asyncio.sleep(LOOK_S)
+        if stream.flying and download.idle_s > STALL_S:
+            await _look_into_stall(download, stream)
+            continue
+        if loop.time() < compare_at_s:
+            continue
+        compare_at_s = loop.time() + COMPARE_S
+        rate_bytes_per_s = (stream.arrived_bytes - rate_from[1]) / (loop.time() - rate_from[0])
+        rate_from = (loop.time(), stream.arrived_bytes)
+        digest = download.plan.digest
+        upstream = await download.neighbours.progress(stream.address, digest, timeout_s=ANSWER_S)
+        if upstream is None or upstream.state != "running" or upstream.upstream not in download.plan.upstreams:
+            before = None
+            continue
+        above = await download.neighbours.progress(upstream.upstream, digest, timeout_s=ANSWER_S)
+        if above is None:
+            before = None
+        elif above.state == "whole":
+            before = None
+            if loop.time() >= trial_at_s:
+                trial_after_s *= 2
+                trial_at_s = loop.time() + trial_after_s
+                await _try_out(download, stream, upstream.upstream, rate_bytes_per_s)
+        else:
+            now = _Sample(loop.time(), upstream.upstream, upstream, above)
+            if before is not None and before.address == now.address:
+                slow = is_slow(
+                    gained_bytes=now.upstream_bytes - before.upstream_bytes,
+                    upstream_gained_bytes=now.above_bytes - before.above_bytes,
+                    lag_bytes=now.above_bytes - now.upstream_bytes,
+                )
+                strikes = strikes + 1 if slow else 0
+                if strikes == 2:
+                    stream.leave(f"it is slower than {now.address}, from which it takes")
+            before = now
+
+
+async def _look_into_stall(download: Download, stream: Stream) -> None:
+    digest = download.plan.digest
+    asked_s = asyncio.get_running_loop().time()
+    upstream = await download.neighbours.progress(stream.address, digest, timeout_s=ANSWER_S)
+    if download.arrived_s > asked_s:
+        return
+    waited = f"{download.idle_s:.1f} s"
+    if upstream is None:
+        stream.leave(f"nothing came for {waited}, and it does not answer")
+    elif upstream.state in ("unknown", "partial", "failed"):
+        stream.leave(upstream.problem or "it is not fetching this version")
+    elif download.idle_s > PATIENCE_S or (
+        download.idle_s > 3 * STALL_S and (upstream.state == "whole" or upstream.idle_s < STALL_S)
+    ):
+        stream.leave(f"nothing came for {waited}")
+
+
+async def _try_out(download: Download, stream: Stream, address: str, rate_bytes_per_s: float) -> None:
+    """Ask another upstream for two pieces, and change to it where it is much faster than this one was until now."""
+    loop = asyncio.get_running_loop()
+    taken = [asks for asks in (download.take_back() for _ in range(NUM_TRIAL_ASKS)) if asks is not None]
+    if len(taken) < NUM_TRIAL_ASKS:
+        for asks in reversed(taken):
+            download.put_back(asks)
+        return
+    begin_s = loop.time()
+    tried_bytes = 0
+    left = list(taken)
+    connection: wire.Connection | None = None
+    try:
+        connection = await wire.connect(address, timeout_s=CONNECT_S, security=download.neighbours.security)
+        begin_s = loop.time()
+        futures = [
+            connection.call_soon("pieces", pack(Pieces(download.plan.digest, asks)), timeout_s=5.0) for asks in taken
+        ]
+        for asks, future in zip(taken, futures, strict=True):
+            reply = await future
+            num_bytes = sum(ask.length for ask in asks)
+            if len(reply.payload) != num_bytes:
+                return
+            tried_bytes += num_bytes
+            left.remove(asks)
+            download.came_from_trial(asks, reply, address)
+    except (PeerFailure, UsageError):
+        return
+    finally:
+        for asks in reversed(left):
+            download.put_back(asks)
+        if connection is not None:
+            connection.abort()
+    tried_bytes_per_s = tried_bytes / max(1e-6, loop.time() - begin_s)
+    if tried_bytes_per_s > TRIAL_GAIN * rate_bytes_per_s:
+        stream.leave(
+            f"{format_size(rate_bytes_per_s)}/s came from it; {address}, from which it takes, gives "
+            f"{format_size(tried_bytes_per_s)}/s"
+        )
