@@ -23,7 +23,12 @@ class Daemon:
     """`wirespeed repo peer` or `tracker`, with its own cache."""
 
     def __init__(
-        self, kind: str, folder: Path, *arguments: str, listen: str = "127.0.0.1:0", preexec: object = None
+        self,
+        kind: str,
+        folder: Path,
+        *arguments: str,
+        listen: str = "127.0.0.1:0",
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.cache = folder / "cache"
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,9 +36,10 @@ class Daemon:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "wirespeed", "repo", kind, "--listen", listen, "--json", *arguments],
-                env={**os.environ, "WIRESPEED_CACHE": str(self.cache)},
-                stdout=subprocess.PIPE, stderr=log, preexec_fn=preexec,  # type: ignore[arg-type]
-            )  # fmt: skip
+                env={**os.environ, "WIRESPEED_CACHE": str(self.cache), **(environment or {})},
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
         assert self.process.stdout is not None
         text = b""
         while not text.endswith(b"}\n"):
@@ -105,7 +111,7 @@ class Relay:
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._client, "127.0.0.1", 0)
-        self.address = "127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
         await self._stop.wait()
         server.close()
