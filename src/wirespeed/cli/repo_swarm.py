@@ -16,7 +16,7 @@ import typer
 
 from wirespeed import units
 from wirespeed.cli.render import make_table, print_json, say, show, stderr_console
-from wirespeed.cli.repo_options import JsonOption, RepoOption, WantedArgument, open_repository
+from wirespeed.cli.repo_options import JsonOption, RepoOption, SignatureOption, WantedArgument, open_repository
 from wirespeed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -206,6 +206,7 @@ def peer(
     key: KeyOption = None,
     authority: AuthorityOption = None,
     insecure: InsecureOption = False,
+    require_signature: SignatureOption = None,
     repo: RepoOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -222,11 +223,12 @@ def peer(
     """
     from wirespeed.repo.cache import Cache
     from wirespeed.repo.names import parse_wanted
-    from wirespeed.repo.repository import Repository
+    from wirespeed.repo.signing import trusted_from
     from wirespeed.repo.swarm.follow import follow as run_follow
     from wirespeed.repo.swarm.peer import Peer
 
-    repository = None if repo is None and not os.environ.get("WIRESPEED_REPO") else Repository.open(repo)
+    is_named = repo is not None or bool(os.environ.get("WIRESPEED_REPO"))
+    repository = open_repository(repo, signatures=require_signature) if is_named else None
     followed = [parse_wanted(text) for text in follow or []]
     if followed and repository is None:
         raise UsageError("got --follow without a repository", hint="name it with --repo, or set WIRESPEED_REPO")
@@ -241,6 +243,8 @@ def peer(
             rate_bit_per_s=None if rate is None else units.parse_rate(rate), trackers=tuple(tracker or ()),
             advertise=advertise, on_news=say,
         )  # fmt: skip
+        if require_signature:
+            daemon.trusted = trusted_from(require_signature)
         await daemon.start(listen)
         tasks = [asyncio.create_task(run_follow(daemon, wanted, poll_s=every_s)) for wanted in followed]
         try:

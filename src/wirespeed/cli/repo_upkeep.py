@@ -12,7 +12,7 @@ import typer
 
 from wirespeed import units
 from wirespeed.cli.render import make_table, print_json, say, show
-from wirespeed.cli.repo_options import JsonOption, RepoOption, open_repository, some_of
+from wirespeed.cli.repo_options import JsonOption, RepoOption, WantedArgument, open_repository, some_of
 from wirespeed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -210,6 +210,49 @@ def alias(
             for e in entries
         ]
         show(make_table(["alias", "version", "set", "by<", "message<"], rows))
+    return 0
+
+
+def keygen(
+    path: Annotated[Path, typer.Argument(help="Where the secret key goes; the public one beside it.", metavar="FILE")],
+) -> int:
+    """Make a key to sign versions with: FILE is the secret, FILE.pub what readers are given.
+
+    Example:
+
+      wirespeed repo keygen release
+    """
+    from wirespeed.repo.signing import make_key
+
+    public = make_key(path)
+    say(f"{path} signs: keep it to yourself; {path}.pub is for those who pull")
+    show(public)
+    return 0
+
+
+def sign(
+    wanted: WantedArgument,
+    *,
+    key: Annotated[Path, typer.Option("--key", "-k", help="The secret key.", metavar="KEY")],
+    repo: RepoOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Sign a version that is in the repository. What is signed: name, number, and by its digest every byte.
+
+    Example:
+
+      wirespeed repo sign llama@v12 --key release
+    """
+    from wirespeed.repo.signing import add, read_secret
+
+    secret = read_secret(key)
+    repository = open_repository(repo)
+    repository.trusted = ()
+    signed = add(repository.store, repository.version(wanted), secret)
+    if as_json:
+        print_json({"version": signed.label, "signatures": [found.key for found in signed.signatures]})
+    else:
+        show(f"{signed.label} is signed by {', '.join(found.key[:16] + '...' for found in signed.signatures)}")
     return 0
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
 from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
-from wirespeed.repo import names
+from wirespeed.repo import names, signing
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.fetch import Source
 from wirespeed.repo.gc import read_manifest, read_manifest_bytes
@@ -57,8 +57,17 @@ class FileChange(msgspec.Struct, frozen=True, kw_only=True):
 class Repository:
     """One repository. Thread-safe but for the cache's eviction, which runs where files are pulled."""
 
-    def __init__(self, store: Store, *, cache: Cache | None = None, hot: Hot | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        cache: Cache | None = None,
+        hot: Hot | None = None,
+        trusted: Sequence[bytes] | None = None,
+    ) -> None:
         self.store = store
+        self.trusted = signing.trusted_from(None) if trusted is None else tuple(trusted)
+        """Public keys; where there are any, versions that none of them signed are refused."""
         self.cache = Cache() if cache is None else cache
         self.hot = hot
 
@@ -94,9 +103,15 @@ class Repository:
 
         Where the store does not answer within ``NAMES_S``, or WIRESPEED_OFFLINE is 1, that is what it meant when it was
         last brought to this host, and a warning says so. ``is_cache_enough``: for a numbered version that is here the
-        store is not asked at all (that it was removed since is then not noticed).
+        store is not asked at all (that it was removed since is then not noticed). Raises SignatureMissing where
+        signatures are required.
         """
         asked = parse_wanted(wanted) if isinstance(wanted, str) else wanted
+        found = self._version(asked, is_cache_enough=is_cache_enough)
+        signing.check(found, self.trusted)
+        return found
+
+    def _version(self, asked: Wanted, *, is_cache_enough: bool) -> Version:
         known = self.cache.recall(asked)
         if known is None:
             return resolve(self.store, asked)
@@ -146,14 +161,20 @@ class Repository:
         is_repair: bool = False,
         link_bit_per_s: float | None = None,
         lease_s: float = LEASE_S,
+        sign_with: Path | None = None,
         progress: Progress = _no_progress,
     ) -> Pushed:
-        """Make the next version of ``name`` from a folder or a file. See ``wirespeed.repo.push.push``."""
+        """Make the next version of ``name`` from a folder or a file. See ``wirespeed.repo.push.push``.
+
+        ``sign_with``: a file with an ed25519 key.
+        """
+        key = None if sign_with is None else signing.read_secret(sign_with)
         base = None if parent is None else self.version(_in_model(name, parent))
         return push(
             self.store, Path(path), name, parent=base, read_manifest=self.manifest,
             source_of=self.source, message=message, who=who, is_compressed=is_compressed, is_as_is=is_as_is,
             is_repair=is_repair, link_bit_per_s=link_bit_per_s, lease_s=lease_s, progress=progress,
+            seal=lambda version: version if key is None else signing.sign(version, key),
         )  # fmt: skip
 
     def pull(

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from wirespeed import wire
 from wirespeed.errors import DataError, PeerFailure, WirespeedError
+from wirespeed.repo import names, signing
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.manifest import Manifest, decode
 from wirespeed.repo.repository import Repository
@@ -64,6 +65,7 @@ class Peer:
     ) -> None:
         self.cache = cache
         self.repository = repository
+        self.trusted = signing.trusted_from(None) if repository is None else repository.trusted
         self.rack = rack
         self.address = ""
         self.on_news = on_news
@@ -122,7 +124,12 @@ class Peer:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     def order(self, plan: Plan) -> Job:
-        """Fetch a version, unless that is under way already."""
+        """Fetch a version, unless that is under way already. Raises SignatureMissing where one is required."""
+        # Both become parts of paths.
+        names.check_name(plan.version.name)
+        if plan.alias is not None:
+            names.check_alias(plan.alias)
+        signing.check(plan.version, self.trusted)
         digest = check_digest(plan.digest)
         job = self.jobs.get(digest)
         if job is not None and not job.done.done():
