@@ -9,5 +9,5 @@
     chain       the order of the hosts; which upstream is slow: arithmetic
     messages    what peers say to each other
 
-docs/design/0012 tells how it works and why.
+docs/design/0014 tells how it works and why.
 """

@@ -103,7 +103,13 @@ class Peer:
         self._server = await wire.listen(
             address, handlers, security=self.neighbours.security, limits=_LIMITS, on_error=self._report
         )
-        self.address = self._server.address if self._advertise is None else self._advertise
+        host, _, port = self._server.address.rpartition(":")
+        if self._advertise is not None:
+            self.address = self._advertise
+        elif host in {"0.0.0.0", "[::]"}:  # noqa: S104 - compared, not listened on
+            self.address = f"{socket.gethostname()}:{port}"
+        else:
+            self.address = self._server.address
         self._sweeper = self._loop.call_later(REST_AFTER_S / 2, self._rest)
         self.announcer.start()
 
