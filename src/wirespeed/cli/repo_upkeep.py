@@ -264,11 +264,15 @@ def hub(
     port: Annotated[int, typer.Option("--port", help="Port; 0 takes a free one.", min=0, max=65535)] = 8765,
     repo: RepoOption = None,
 ) -> int:
-    """Serve models to Hugging Face clients until interrupted: set HF_ENDPOINT to the address it prints.
+    """Serve models to Hugging Face clients, and images to docker and skopeo, until interrupted. Only reading.
 
-    Example:
+    Set HF_ENDPOINT to the address that it prints. Images are versions that were pushed as OCI layouts.
+
+    Examples:
 
       wirespeed repo hub -r s3://bucket/models --port 8765
+
+      skopeo copy --src-tls-verify=false docker://127.0.0.1:8765/team/image:v3 oci:image
     """
     from wirespeed.cli.signals import terminable
     from wirespeed.repo.hub import HubServer

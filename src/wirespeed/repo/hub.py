@@ -1,4 +1,6 @@
-"""A read endpoint for Hugging Face clients: ``HF_ENDPOINT=http://node:port`` and they work unchanged.
+"""A read endpoint for Hugging Face clients (``HF_ENDPOINT=http://node:port``) and, below /v2/, for container images.
+
+Clients work unchanged. How images are found is told in ``registry``.
 
 Models of the repository appear as ``org/name`` (or ``name``); a revision is an alias, ``v12``, a commit (the first 40
 digits of the manifest's BLAKE3) or ``main``: the alias of that name where there is one, else the newest version. Files
@@ -8,22 +10,24 @@ resume. Only reading; anything else is refused. Beyond loopback a token is neede
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from wirespeed.errors import DataError, UsageError, WirespeedError
+from wirespeed.errors import UsageError, WirespeedError
 from wirespeed.repo.fetch import Source
 from wirespeed.repo.manifest import FileEntry, Manifest
 from wirespeed.repo.names import Wanted, parse_version
+from wirespeed.repo.reading import read_span
+from wirespeed.repo.registry import API_VERSION, INDEX_TYPE, Registry, RegistryFault
 from wirespeed.repo.repository import Repository
 from wirespeed.repo.versions import Version
 
@@ -66,6 +70,7 @@ class HubServer(ThreadingHTTPServer):
                 f"got address {host!r} without a token", expected="loopback, or a token", hint="set WIRESPEED_TOKEN"
             )
         self.repository = repository
+        self.registry = Registry(repository)
         self.token = token
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
@@ -83,6 +88,10 @@ class HubServer(ThreadingHTTPServer):
         except UsageError as fault:
             code = "RevisionNotFound" if name in self.repository.models() else "RepoNotFound"
             raise _NotFound(code, str(fault)) from fault
+        return self.open_version(version)
+
+    def open_version(self, version: Version) -> _Open:
+        """What is needed to read this version."""
         key = f"{version.label}/{version.manifest_digest}"
         with self._lock:
             if key in self._open:
@@ -141,7 +150,12 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(parts.path)
         try:
             if self.server.token is not None and not self._has_token():
+                if path.startswith("/v2/"):
+                    self._registry_fault(RegistryFault(401, "UNAUTHORIZED", "log in with the token as password"))
+                    return
                 self._error(HTTPStatus.UNAUTHORIZED, "GatedRepo", "a token is needed: Authorization: Bearer ...")
+            elif path == "/v2" or path.startswith("/v2/"):
+                self._registry(path, has_body=has_body, is_read=posted is None)
             elif posted is None and (found := _RESOLVE.fullmatch(path)) is not None:
                 self._file(*found.groups(), has_body=has_body)
             elif (at := _API_AT.fullmatch(path)) is not None:
@@ -152,6 +166,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._error(HTTPStatus.NOT_FOUND, "EntryNotFound", f"nothing is served at {parts.path}")
         except _NotFound as fault:
             self._error(HTTPStatus.NOT_FOUND, fault.code, str(fault))
+        except RegistryFault as fault:
+            self._registry_fault(fault)
         except WirespeedError as fault:
             self._error(HTTPStatus.SERVICE_UNAVAILABLE, "", str(fault))
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
@@ -159,7 +175,50 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _has_token(self) -> bool:
         given = self.headers.get("Authorization", "")
+        if given.startswith("Basic "):  # docker login: any user, the token as password
+            try:
+                given = f"Bearer {base64.b64decode(given[6:]).decode().partition(':')[2]}"
+            except ValueError:
+                return False
         return hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode())
+
+    def _registry(self, path: str, *, has_body: bool, is_read: bool) -> None:
+        registry = self.server.registry
+        if not is_read:
+            raise RegistryFault(405, "UNSUPPORTED", "images are pushed with `wirespeed repo push`")
+        if path in ("/v2", "/v2/"):
+            self._json({})
+            return
+        if path == "/v2/_catalog":
+            self._json({"repositories": self.server.repository.models()})
+            return
+        route = registry.route(path)
+        if route is None:
+            raise RegistryFault(404, "NAME_UNKNOWN", f"nothing is served at {path}")
+        name, what, reference = route
+        if what == "tags" and reference == "list":
+            self._json({"name": name, "tags": registry.tags(name)})
+        elif what == "referrers":
+            self._json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []}, kind=INDEX_TYPE)
+        elif what in ("manifests", "blobs"):
+            found = registry.manifest(name, reference) if what == "manifests" else registry.blob(name, reference)
+            opened = self.server.open_version(found.version)
+            headers = {"Docker-Content-Digest": found.digest, "ETag": f'"{found.digest}"'}
+            self._content(opened, found.file, kind=found.media_type, headers=headers, has_body=has_body)
+        else:
+            raise RegistryFault(404, "NAME_UNKNOWN", f"nothing is served at {path}")
+
+    def _registry_fault(self, fault: RegistryFault) -> None:
+        body = json.dumps({"errors": [{"code": fault.code, "message": str(fault)}]}).encode()
+        self.send_response(fault.status)
+        self.send_header("Docker-Distribution-Api-Version", API_VERSION)
+        if fault.status == HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", 'Basic realm="wirespeed"')
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def _file(self, name: str, revision: str, path: str, *, has_body: bool) -> None:
         opened = self.server.open(name, revision)
@@ -167,6 +226,15 @@ class _Handler(BaseHTTPRequestHandler):
         if file is None:
             raise _NotFound("EntryNotFound", f"{opened.version.label} has no file {path!r}")
         etag = file_etag(opened.manifest, file)
+        headers = {
+            "ETag": f'"{etag}"', "X-Repo-Commit": opened.commit, "X-Linked-Size": str(file.size_bytes),
+            "X-Linked-Etag": f'"{etag}"',
+            "Content-Disposition": f"inline; filename*=UTF-8''{quote(path.rsplit('/', 1)[-1])}",
+        }  # fmt: skip
+        self._content(opened, file, kind="application/octet-stream", headers=headers, has_body=has_body)
+
+    def _content(self, opened: _Open, file: FileEntry, *, kind: str, headers: dict[str, str], has_body: bool) -> None:
+        """A file, or the range of it that is asked for."""
         span = self._span(file.size_bytes)
         if span is None:
             self.send_response(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
@@ -179,13 +247,10 @@ class _Handler(BaseHTTPRequestHandler):
         if is_part:
             self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{file.size_bytes}")
         self.send_header("Content-Length", str(end - begin))
-        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Type", kind)
         self.send_header("Accept-Ranges", "bytes")
-        self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", opened.commit)
-        self.send_header("X-Linked-Size", str(file.size_bytes))
-        self.send_header("X-Linked-Etag", f'"{etag}"')
-        self.send_header("Content-Disposition", f"inline; filename*=UTF-8''{quote(path.rsplit('/', 1)[-1])}")
+        for key, value in headers.items():
+            self.send_header(key, value)
         self.end_headers()
         if has_body:
             self._send(opened, file, begin, end)
@@ -239,10 +304,12 @@ class _Handler(BaseHTTPRequestHandler):
             "siblings": [{"rfilename": path} for path in opened.files],
         }  # fmt: skip
 
-    def _json(self, document: object) -> None:
+    def _json(self, document: object, *, kind: str = "application/json; charset=utf-8") -> None:
         body = json.dumps(document).encode()
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "application/json; charset=utf-8")
+        if self.path.startswith("/v2"):
+            self.send_header("Docker-Distribution-Api-Version", API_VERSION)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
@@ -295,27 +362,3 @@ def _wanted_paths(posted: bytes, content_type: str) -> set[str]:
         return set(parse_qs(posted.decode()).get("paths", []))
     except (ValueError, AttributeError):
         return set()
-
-
-def read_span(repository: Repository, source: Source, file: FileEntry, *, begin: int, end: int) -> Iterator[memoryview]:
-    """Verified bytes of a part of a file, in order: from the cached file where it is whole, else chunk by chunk."""
-    manifest = source.manifest
-    path = repository.cache.find(manifest, file)
-    if path is not None:
-        with path.open("rb") as stream:
-            stream.seek(begin)
-            left = end - begin
-            while left > 0:
-                block = stream.read(min(left, 1 << 20))
-                if not block:
-                    raise DataError(f"{path} became shorter while it was read")
-                left -= len(block)
-                yield memoryview(block)
-        return
-    offset = 0
-    for index in file.chunks:
-        length = manifest.chunks[index].length
-        if offset + length > begin and offset < end:
-            content = source.read(index)
-            yield content[max(0, begin - offset) : min(length, end - offset)]
-        offset += length

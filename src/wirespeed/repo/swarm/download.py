@@ -60,7 +60,7 @@ class Download:
         self.peer_bytes = 0
         self.num_damaged = 0
         self.passed_over: list[str] = []
-        self.arrived_s = 0.0
+        self.arrived_s = asyncio.get_running_loop().time()
         self._executor = executor
         self._threads = threads
         self._pace = pace
@@ -77,8 +77,8 @@ class Download:
         self._reasons: dict[str, str] = {}
         self._fault: BaseException | None = None
         self._stop_store: threading.Event | None = None
-        self._is_timer_set = False
-        self._deadline_s = self._loop.time() + plan.deadline_s
+        self.is_waiting_for_rate = False
+        self.deadline_s = self._loop.time() + plan.deadline_s
 
     @property
     def idle_s(self) -> float:
@@ -99,7 +99,7 @@ class Download:
                 await self._take_from_store()
             elif address:
                 await self._take_from(address)
-            if self._loop.time() > self._deadline_s:
+            if self._loop.time() > self.deadline_s:
                 said = "; ".join(f"{who}: {why}" for who, why in self._reasons.items())
                 raise PeerFailure(
                     f"{self.plan.version.label} did not arrive within {self.plan.deadline_s:g} s",
@@ -201,7 +201,7 @@ class Download:
             and not stream.over.done()
             and stream.flying_bytes < WINDOW_BYTES
             and self._unwritten_bytes < UNWRITTEN_BYTES
-            and not self._is_timer_set
+            and not self.is_waiting_for_rate
         ):
             self.ask(stream, self._asks.popleft())
 
@@ -211,7 +211,7 @@ class Download:
         delay_s = self._pace.delay_s(num_bytes)
         stream.flying_bytes += num_bytes
         if delay_s > 0:
-            self._is_timer_set = True
+            self.is_waiting_for_rate = True
             stream.flying[object()] = asks
             key = next(reversed(stream.flying))
             self._loop.call_later(delay_s, self._ask_later, stream, key)
@@ -219,7 +219,7 @@ class Download:
             self._ask_now(stream, asks, num_bytes)
 
     def _ask_later(self, stream: Stream, key: object) -> None:
-        self._is_timer_set = False
+        self.is_waiting_for_rate = False
         asks = stream.flying.pop(key, None)
         if asks is not None and not stream.over.done():
             self._ask_now(stream, asks, sum(ask.length for ask in asks))

@@ -66,6 +66,8 @@ class SwarmSource(Source):
             task.cancel()
         if late:  # damaged or evicted since the index was made
             self._fetch(late, use).result()
+        assert self.download is not None
+        self.counts.peer_bytes = self.download.peer_bytes
 
     def _fetch(self, indices: Sequence[int], use: Callable[[int, memoryview], None]) -> _Task:
         assert self.download is not None

@@ -65,8 +65,9 @@ async def warm(
 ) -> Warmed:
     """Have ``version`` on the peers at these addresses.
 
-    ``seeds``: more peers that may have it and are not counted. ``racks`` (address -> rack) goes before what peers say
-    of themselves. Raises PeerFailure where not one peer answers; other failures are in the result.
+    ``seeds``: more peers that have it, or fetch it already, and are not counted. ``racks`` (address -> rack) goes
+    before what peers say of themselves. Raises PeerFailure where not one peer answers; other failures are in the
+    result.
     """
     if not hosts:
         raise UsageError("got no hosts", expected="at least one")
@@ -89,7 +90,7 @@ async def warm(
                     found[address] = Progress(state="failed", problem=look)
                 continue
             rack_of[address] = (racks or {}).get(address, look[0])
-            if address in seeds and address not in wanted and look[1].state != "whole":
+            if address not in found and look[1].state not in ("whole", "running"):
                 continue
             members.append(Member(address=address, rack=rack_of[address], is_whole=look[1].state == "whole"))
         if not members:

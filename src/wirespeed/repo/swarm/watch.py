@@ -17,7 +17,7 @@ from wirespeed import wire
 from wirespeed.errors import PeerFailure, UsageError
 from wirespeed.repo.swarm.chain import TRIAL_GAIN, is_slow
 from wirespeed.repo.swarm.messages import Ask, Pieces, Progress, pack
-from wirespeed.units import format_size
+from wirespeed.units import KIB, format_size
 
 if TYPE_CHECKING:
     from wirespeed.repo.swarm.download import Download
@@ -28,6 +28,7 @@ COMPARE_S = 0.75
 """Rates are compared over no less than this."""
 STALL_S = 0.8
 """Nothing for so long, while something was asked for: the upstream is asked what is wrong."""
+SIGN_OF_LIFE_BYTES = 8 * KIB
 ANSWER_S = 1.0
 PATIENCE_S = 8.0
 """For an upstream that lives and starves itself."""
@@ -72,8 +73,16 @@ async def watch(download: Download, stream: Stream) -> None:
     trial_after_s = TRIAL_S
     trial_at_s = loop.time() + TRIAL_S
     download.arrived_s = loop.time()
+    seen_bytes = 0
     while not stream.over.done():
         await asyncio.sleep(LOOK_S)
+        if loop.time() > download.deadline_s:
+            stream.leave("the deadline is over")
+            return
+        # On a thin link a piece takes long: bytes of it are a sign of life as well. So is waiting for our own rate.
+        if stream.connection.received_bytes - seen_bytes > SIGN_OF_LIFE_BYTES or download.is_waiting_for_rate:
+            seen_bytes = stream.connection.received_bytes
+            download.arrived_s = loop.time()
         if stream.flying and download.idle_s > STALL_S:
             await _look_into_stall(download, stream)
             continue
