@@ -19,9 +19,9 @@ from wirespeed.errors import DataError
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.manifest import Chunk, FileEntry, Manifest, ObjectRef
 from wirespeed.repo.repository import Repository
+from wirespeed.repo.swarm.asks import group
 from wirespeed.repo.swarm.board import Board
 from wirespeed.repo.swarm.chain import arrange, is_slow, joiner_upstreams, upstreams
-from wirespeed.repo.swarm.download import group
 from wirespeed.repo.swarm.messages import PIECE_BYTES, Announce, Ask, Join, Member, Members, pack, unpack
 from wirespeed.repo.swarm.pace import Pace
 from wirespeed.repo.swarm.tracker import Tracker
@@ -256,10 +256,10 @@ def test_memory_is_bounded_and_what_left_it_is_read_back_and_verified(
         board.keep(list(board.places))
         assert board.is_whole
         for index in board.places:
-            for asks in group(board, [index]):
+            for asks in group(board.manifest, [index]):
                 answer = board.give(asks)
                 answer = await answer if isinstance(answer, asyncio.Future) else answer
-            if len(group(board, [index])) == 1:
+            if len(group(board.manifest, [index])) == 1:
                 assert blake3(answer.payload).digest() == manifest.chunks[index].digest  # type: ignore[arg-type]
             assert board.buffered_bytes <= 9 * MIB
         board.rest()
@@ -271,7 +271,7 @@ def test_memory_is_bounded_and_what_left_it_is_read_back_and_verified(
         broken = bytearray(path.read_bytes())
         broken[0] ^= 1
         path.write_bytes(broken)
-        answer = board.give(group(board, [next(iter(board.places))])[0])
+        answer = board.give(group(board.manifest, [next(iter(board.places))])[0])
         with pytest.raises(wire.CallFailed, match="no longer"):
             await answer  # type: ignore[misc]
 

@@ -6,6 +6,7 @@
     download    pieces from the best upstream, which is passed over where it is dead, slow or wrong
     board       what a host has of one version, in memory and on disk, and who waits for which piece of it
     source      the door of ``repo.pull`` to all that
+    asks        which pieces to ask for
     chain       the order of the hosts; which upstream is slow: arithmetic
     messages    what peers say to each other
 

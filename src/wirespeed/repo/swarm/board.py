@@ -20,12 +20,16 @@ from pathlib import Path
 from wirespeed.errors import DataError
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.manifest import Manifest
-from wirespeed.repo.swarm.messages import MAX_ASKS, PIECE_BYTES, Ask
+from wirespeed.repo.swarm.messages import MAX_ASKS, PAYLOAD, PIECE_BYTES, Ask
 from wirespeed.units import MIB
 from wirespeed.wire import Answer, BufferPool, CallFailed, Status
 
 BUDGET_BYTES = 96 * MIB
 """Chunks kept in memory for those behind. Beyond it those that are on disk go."""
+PAYLOADS_BYTES = 256 * MIB
+"""Differences, kept as they are stored. Beyond it the oldest go: whoever asks for them gets whole chunks instead."""
+NO_PAYLOAD = Status.EXHAUSTED
+"""The status of an answer that means: ask for the whole chunk."""
 
 
 class Buffer:
@@ -77,6 +81,8 @@ class Board:
         self._generations: dict[int, int] = {}
         self._num_generations = 0
         self._loading: set[int] = set()
+        self._payloads: dict[int, bytes] = {}
+        self._payload_bytes = 0
         self._waits: dict[int, list[tuple[tuple[Ask, ...], asyncio.Future[Answer]]]] = {}
         self._is_coming = False
         self._problem = "it is not fetching this version"
@@ -170,6 +176,17 @@ class Board:
         if index in self._waits:
             self._serve(index)
 
+    def keep_payload(self, index: int, payload: bytes) -> None:
+        """A difference, of which it was verified that it gives the chunk. To be told before ``right``."""
+        if index in self._payloads or index not in self.places:
+            return
+        self._payloads[index] = payload
+        self._payload_bytes += len(payload)
+        while self._payload_bytes > PAYLOADS_BYTES:
+            self._payload_bytes -= len(self._payloads.pop(next(iter(self._payloads))))
+        if index in self._waits:
+            self._serve(index)
+
     def written(self, index: int) -> None:
         """The chunk is on disk as well."""
         buffer = self._buffers.get(index)
@@ -187,6 +204,8 @@ class Board:
     def rest(self) -> None:
         """Nobody has asked for a while: give the memory back."""
         self._trim(0)
+        self._payloads.clear()
+        self._payload_bytes = 0
 
     # --- what is asked for
 
@@ -209,24 +228,33 @@ class Board:
             if not 0 <= ask.index < len(chunks) or ask.index not in self.places:
                 raise DataError(f"got an ask for chunk {ask.index}, which no file has")
             length = chunks[ask.index].length
+            if ask.offset == PAYLOAD:
+                if chunks[ask.index].base < 0 or ask.length != chunks[ask.index].stored_bytes:
+                    raise DataError(f"got an ask for a difference of {ask.length} bytes of chunk {ask.index}")
+                continue
             is_piece = ask.offset % PIECE_BYTES == 0 and ask.length == min(PIECE_BYTES, length - ask.offset)
             if not is_piece or ask.offset < 0 or ask.length <= 0:
                 raise DataError(f"got an ask for {ask.length} bytes at {ask.offset} of a chunk of {length}")
-        if sum(ask.length for ask in asks) > PIECE_BYTES:
+        if len(asks) > 1 and sum(ask.length for ask in asks) > PIECE_BYTES:
             raise DataError("got asks for more than one piece holds", expected=f"at most {PIECE_BYTES} bytes")
 
     def _look(self, asks: tuple[Ask, ...]) -> tuple[int, Answer | None]:
         """The answer, or the first chunk that it waits for."""
-        views = []
-        buffer: Buffer | None = None
+        views: list[memoryview | bytes] = []
+        generation = 0
         for ask in asks:
+            if ask.offset == PAYLOAD:
+                payload = self._payloads.get(ask.index)
+                if payload is None:
+                    return ask.index, None
+                views.append(payload)
+                continue
             buffer = self._buffers.get(ask.index)
             if buffer is None or not self._may_go(buffer, ask):
                 return ask.index, None
+            generation = buffer.generation
             views.append(buffer.content[ask.offset : ask.offset + ask.length])
-        assert buffer is not None
-        meta = buffer.generation.to_bytes(4, "little")
-        return -1, Answer(views[0] if len(views) == 1 else views, meta=meta)
+        return -1, Answer(views[0] if len(views) == 1 else views, meta=generation.to_bytes(4, "little"))
 
     def _may_go(self, buffer: Buffer, ask: Ask) -> bool:
         if buffer.is_right:
@@ -235,6 +263,11 @@ class Board:
         return not is_last and bool(buffer.arrived[ask.offset // PIECE_BYTES])
 
     def _wait(self, index: int, asks: tuple[Ask, ...], future: asyncio.Future[Answer]) -> None:
+        if any(ask.index == index and ask.offset == PAYLOAD for ask in asks):
+            buffer = self._buffers.get(index)
+            if self._held[index] or (buffer is not None and buffer.is_right):
+                future.set_exception(CallFailed("it did not keep the difference", status=NO_PAYLOAD))
+                return
         if index not in self._buffers and self._held[index]:
             self._load(index)
         elif not self._is_coming and not self._held[index]:

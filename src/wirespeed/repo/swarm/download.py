@@ -18,8 +18,9 @@ from concurrent.futures import Executor
 
 from wirespeed import wire
 from wirespeed.errors import DataError, PeerFailure, UsageError
-from wirespeed.repo.swarm.board import Board, Buffer
-from wirespeed.repo.swarm.messages import MAX_ASKS, PIECE_BYTES, SMALL_CHUNK_BYTES, Ask, Pieces, Plan, pack
+from wirespeed.repo.swarm.asks import group
+from wirespeed.repo.swarm.board import NO_PAYLOAD, Board, Buffer
+from wirespeed.repo.swarm.messages import PAYLOAD, Ask, Pieces, Plan, pack
 from wirespeed.repo.swarm.neighbours import Neighbours
 from wirespeed.repo.swarm.pace import Pace
 from wirespeed.repo.swarm.watch import CONNECT_S, Stream, watch
@@ -35,6 +36,8 @@ REST_S = 5.0
 STORE = "store"
 
 Use = Callable[[int, memoryview], None]
+Decode = Callable[[int, memoryview], memoryview]
+"""A chunk from its difference; verified. Raises where it is wrong, or the base is not here."""
 FromStore = Callable[[Sequence[int], Use, threading.Event], None]
 
 
@@ -52,6 +55,7 @@ class Download:
         pace: Pace,
         from_store: FromStore | None,
         on_news: Callable[[str], None],
+        decode: Decode | None = None,
     ) -> None:
         self.board = board
         self.plan = plan
@@ -65,6 +69,8 @@ class Download:
         self._threads = threads
         self._pace = pace
         self._from_store_fn = from_store
+        self._decode = decode
+        self._by_difference: frozenset[int] = frozenset()
         self._on_news = on_news
         self._loop = asyncio.get_running_loop()
         self._asks: deque[tuple[Ask, ...]] = deque()
@@ -85,11 +91,15 @@ class Download:
         """Since something came."""
         return self._loop.time() - self.arrived_s
 
-    async def run(self, indices: Sequence[int], use: Use) -> None:
-        """Have these chunks, and hand each to ``use``, from other threads. Raises its error, PeerFailure, DataError."""
+    async def run(self, indices: Sequence[int], use: Use, by_difference: frozenset[int] = frozenset()) -> None:
+        """Have these chunks, and hand each to ``use``, from other threads. Raises its error, PeerFailure, DataError.
+
+        ``by_difference``: those whose base is here, so that the stored difference is enough.
+        """
         self._use = use
         self._left = set(indices)
-        self._asks = deque(group(self.board, indices))
+        self._by_difference = by_difference
+        self._asks = deque(group(self.board.manifest, indices, by_difference))
         self.arrived_s = self._loop.time()
         while self._left:
             if self._fault is not None:
@@ -155,7 +165,8 @@ class Download:
             if not self.plan.upstreams or self._fault is not None:
                 raise
             self._pass_over(STORE, str(fault))
-            self._asks = deque(group(self.board, [i for i in self.board.places if i in self._left]))
+            left = [index for index in self.board.places if index in self._left]
+            self._asks = deque(group(self.board.manifest, left, self._by_difference))
         finally:
             stop.set()
 
@@ -229,7 +240,7 @@ class Download:
 
     def _ask_now(self, stream: Stream, asks: tuple[Ask, ...], num_bytes: int) -> None:
         into: memoryview | None = None
-        if len(asks) == 1:
+        if len(asks) == 1 and asks[0].offset != PAYLOAD:
             content = self.board.buffer(asks[0].index).content
             into = content[asks[0].offset : asks[0].offset + asks[0].length]
         message = pack(Pieces(self.plan.digest, asks))
@@ -248,6 +259,12 @@ class Download:
         fault = None if future.cancelled() else future.exception()
         if future not in stream.flying or future.cancelled():
             return  # taken back when the stream ended
+        if isinstance(fault, wire.CallFailed) and fault.status == NO_PAYLOAD and asks[0].offset == PAYLOAD:
+            del stream.flying[future]
+            stream.flying_bytes -= num_bytes
+            self._asks.extendleft(reversed(group(self.board.manifest, [ask.index for ask in asks])))
+            self.pump()
+            return
         if fault is not None:
             stream.leave(str(fault))
             return
@@ -262,7 +279,9 @@ class Download:
         self.peer_bytes += num_bytes
         self.arrived_s = self._loop.time()
         source = (stream.address, reply.meta)
-        if len(asks) > 1:
+        if asks[0].offset == PAYLOAD:
+            self._apply(asks, memoryview(reply.payload), stream.address)
+        elif len(asks) > 1:
             self._split(asks, memoryview(reply.payload), source)
         else:
             buffer = self.board.arrive(asks[0].index, asks[0].offset, source)
@@ -278,6 +297,42 @@ class Download:
             at += ask.length
             self.board.arrive(ask.index, 0, source)
             self._check(ask.index, buffer)
+
+    # --- differences
+
+    def _apply(self, asks: tuple[Ask, ...], payload: memoryview, address: str) -> None:
+        at = 0
+        for ask in asks:
+            # Kept for those behind, longer than the wire's buffer.
+            part = bytes(payload[at : at + ask.length])
+            at += ask.length
+            self._unwritten_bytes += self.board.manifest.chunks[ask.index].length
+            task = self._loop.run_in_executor(self._executor, self._apply_and_use, ask.index, part)
+            task.add_done_callback(functools.partial(self._applied, ask.index, address))
+
+    def _apply_and_use(self, index: int, payload: bytes) -> str:
+        """On another thread. Gives what is wrong with the difference, or "" where the chunk is on disk."""
+        assert self._decode is not None
+        try:
+            content = self._decode(index, memoryview(payload))
+        except (DataError, PeerFailure, UsageError) as fault:
+            return str(fault)
+        self._loop.call_soon_threadsafe(self.board.keep_payload, index, payload)
+        self._loop.call_soon_threadsafe(self.board.right, index, content)
+        self._use(index, content)
+        return ""
+
+    def _applied(self, index: int, address: str, task: asyncio.Future[str]) -> None:
+        self._unwritten_bytes -= self.board.manifest.chunks[index].length
+        if not self._has_failed(task):
+            if task.result():
+                # The base may be at fault as well as the sender: nobody is blamed, the chunk comes whole.
+                self.num_damaged += 1
+                self._on_news(f"{self.plan.version.label}: a difference from {address} was of no use: {task.result()}")
+                self._asks.extendleft(reversed(group(self.board.manifest, [index])))
+            else:
+                self._end_of(index)
+            self.pump()
 
     # --- verified and written
 
@@ -298,25 +353,33 @@ class Download:
 
     def _checked(self, index: int, buffer: Buffer, task: asyncio.Future[bool]) -> None:
         self._unwritten_bytes -= len(buffer.content)
-        stream = self._stream
-        if task.cancelled() or (fault := task.exception()) is not None:
-            self._fault = fault if not task.cancelled() else PeerFailure("the download was ended")
-            if stream is not None:
-                stream.leave("")
-            return
-        if task.result():
-            self._is_written(index)
-            if not self._left and stream is not None:
-                stream.leave("")
-        else:
-            self._refuse(index, buffer)
-        self.pump()
+        if not self._has_failed(task):
+            if task.result():
+                self._end_of(index)
+            else:
+                self._refuse(index, buffer)
+            self.pump()
+
+    def _has_failed(self, task: asyncio.Future[bool] | asyncio.Future[str]) -> bool:
+        """Whether this host cannot go on: its disk is full, or it was told to stop."""
+        fault = PeerFailure("the download was ended") if task.cancelled() else task.exception()
+        if fault is None:
+            return False
+        self._fault = fault
+        if self._stream is not None:
+            self._stream.leave("")
+        return True
+
+    def _end_of(self, index: int) -> None:
+        self._is_written(index)
+        if not self._left and self._stream is not None:
+            self._stream.leave("")
 
     def _refuse(self, index: int, buffer: Buffer) -> None:
         """A whole chunk that is wrong. Whoever sent all of it is at fault; of several nobody is known to be."""
         self.num_damaged += 1
         self.board.drop(index)
-        self._asks.extendleft(reversed(group(self.board, [index])))
+        self._asks.extendleft(reversed(group(self.board.manifest, [index])))
         if len(buffer.sources) != 1:
             return
         address = next(iter(buffer.sources))[0]
@@ -341,6 +404,9 @@ class Download:
         """They were."""
         self.peer_bytes += sum(ask.length for ask in asks)
         source = (address, reply.meta)
+        if asks[0].offset == PAYLOAD:
+            self._apply(asks, memoryview(reply.payload), address)
+            return
         if len(asks) > 1:
             self._split(asks, memoryview(reply.payload), source)
             return
@@ -349,28 +415,3 @@ class Download:
         buffer.content[ask.offset : ask.offset + ask.length] = reply.payload
         if self.board.arrive(ask.index, ask.offset, source).num_missing == 0:
             self._check(ask.index, buffer)
-
-
-def group(board: Board, indices: Sequence[int]) -> list[tuple[Ask, ...]]:
-    """What to ask for: large chunks piece by piece, small ones together. In order."""
-    asks: list[tuple[Ask, ...]] = []
-    small: list[Ask] = []
-    small_bytes = 0
-    for index in indices:
-        length = board.manifest.chunks[index].length
-        if length <= SMALL_CHUNK_BYTES:
-            if small_bytes + length > PIECE_BYTES or len(small) == MAX_ASKS:
-                asks.append(tuple(small))
-                small, small_bytes = [], 0
-            small.append(Ask(index, 0, length))
-            small_bytes += length
-            continue
-        if small:
-            asks.append(tuple(small))
-            small, small_bytes = [], 0
-        asks.extend(
-            (Ask(index, offset, min(PIECE_BYTES, length - offset)),) for offset in range(0, length, PIECE_BYTES)
-        )
-    if small:
-        asks.append(tuple(small))
-    return asks

@@ -97,7 +97,7 @@ class Job:
         download = self._download = Download(
             board, plan, neighbours=peer.neighbours, executor=peer.executor, threads=peer.threads,
             pace=peer.pace_in,
-            from_store=None if store is None else source.from_store, on_news=peer.on_news,
+            from_store=None if store is None else source.from_store, on_news=peer.on_news, decode=source.decode,
         )  # fmt: skip
         source.download = download
         await self._in_thread(pull_to_cache, source, plan.version, peer.cache)

@@ -15,6 +15,7 @@ PIECE_BYTES = MIB
 """What one call carries at most. A hop of a chain costs the time of one: 8 ms at 1 Gbit/s."""
 SMALL_CHUNK_BYTES = 64 * KIB
 """Whole chunks up to this size travel several to a call."""
+PAYLOAD = -1
 MAX_ASKS = 256
 PART_BYTES = 16 * MIB
 """Of a manifest, per call."""
@@ -24,7 +25,10 @@ _T = TypeVar("_T")
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of a chunk (an index in the manifest): ``length`` bytes from ``offset`` of its decoded bytes."""
+    """A piece of a chunk (an index in the manifest): ``length`` bytes from ``offset`` of its decoded bytes.
+
+    ``offset`` PAYLOAD: the bytes that are stored of a chunk that is a difference, for whoever has its base.
+    """
 
     index: int
     offset: int

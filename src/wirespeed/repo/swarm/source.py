@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from wirespeed.errors import PeerFailure
 from wirespeed.repo.fetch import NUM_WORKERS, Place, Source
 from wirespeed.repo.hot import Hot
+from wirespeed.repo.manifest import Chunk
 from wirespeed.repo.store import Store
 from wirespeed.repo.swarm.board import Board
 
@@ -38,6 +39,9 @@ class SwarmSource(Source):
         self.download: Download | None = None
         self._board = board
         self._loop = loop
+        self._differences = {
+            chunk.digest: index for index, chunk in enumerate(board.manifest.chunks) if chunk.base >= 0
+        }
 
     def kept(self, indices: Iterable[int]) -> None:
         """See Source."""
@@ -50,7 +54,15 @@ class SwarmSource(Source):
         chunks = self.manifest.chunks
         near = [index for index in wanted if chunks[index].digest in self._local]
         is_near = set(near)
-        task = self._fetch([index for index in wanted if index not in is_near], use)
+        # Where the base is here, what is stored of a difference is enough, and travels instead of the chunk.
+        by_difference = frozenset(
+            index
+            for index in wanted
+            if chunks[index].base >= 0
+            and chunks[chunks[index].base].digest in self._local
+            and chunks[index].stored_bytes < chunks[index].length
+        )
+        task = self._fetch([index for index in wanted if index not in is_near], use, by_difference)
         late = []
         try:
             for index in near:
@@ -69,9 +81,25 @@ class SwarmSource(Source):
         assert self.download is not None
         self.counts.peer_bytes = self.download.peer_bytes
 
-    def _fetch(self, indices: Sequence[int], use: Callable[[int, memoryview], None]) -> _Task:
+    def _fetch(
+        self,
+        indices: Sequence[int],
+        use: Callable[[int, memoryview], None],
+        by_difference: frozenset[int] = frozenset(),
+    ) -> _Task:
         assert self.download is not None
-        return asyncio.run_coroutine_threadsafe(self.download.run(indices, use), self._loop)
+        return asyncio.run_coroutine_threadsafe(self.download.run(indices, use, by_difference), self._loop)
+
+    def decode(self, index: int, payload: memoryview) -> memoryview:
+        """The chunk that a stored difference gives; verified. Raises DataError, or what reading the base raises."""
+        return super()._decoded(self.manifest.chunks[index], payload)
+
+    def _decoded(self, chunk: Chunk, payload: memoryview) -> memoryview:
+        content = super()._decoded(chunk, payload)
+        index = self._differences.get(chunk.digest)
+        if index is not None:
+            self._loop.call_soon_threadsafe(self._board.keep_payload, index, bytes(payload))
+        return content
 
     def from_store(self, wanted: Sequence[int], use: Callable[[int, memoryview], None], stop: threading.Event) -> None:
         """Read these from the store, until ``stop``."""
