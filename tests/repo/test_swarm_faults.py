@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from repo_tools import tree
+from repo_tools import make_model, model_bytes, tree
 from swarm_tools import Daemon, Relay, wait_until
 
 from wirespeed import wire
@@ -411,3 +411,27 @@ def test_a_peer_follows_an_alias_and_is_warm_before_anyone_asks(
     monkeypatch.setenv("WIRESPEED_OFFLINE", "1")
     node = Repository(open_store(tmp_path / "store"), cache=Cache(peer.cache))
     assert tree(Path(node.pull("m@prod").folder)) == {"a": b"2" * 3_000_000}
+
+
+def test_an_update_travels_as_its_differences(start: Start, tmp_path: Path) -> None:
+    repository = Repository(open_store(tmp_path / "store", must_exist=False), cache=Cache(tmp_path / "pusher"))
+    first = make_model(tmp_path / "m")
+    repository.push(first, "m")
+    peers = [start(f"p{at}", "-r", str(tmp_path / "store")) for at in range(3)]
+    addresses = [peer.address for peer in peers]
+    assert states(warm(repository.version("m@v1"), addresses)) == ["whole"] * 3
+    (first / "model.safetensors").write_bytes(model_bytes(steps=1))
+    repository.push(first, "m", parent="v1")
+    second = repository.version("m@v2")
+    warmed = warm(second, addresses)
+    assert states(warmed) == ["whole"] * 3
+    changed_bytes = (first / "model.safetensors").stat().st_size
+    for host in warmed.hosts[1:]:
+        assert 0 < host.progress.peer_bytes < 0.1 * changed_bytes
+        assert host.progress.num_damaged == 0
+    # A host that has not got the parent, and one that comes when the differences are gone, get whole chunks.
+    late = start("late")
+    assert states(warm(second, [late.address], seeds=addresses)) == ["whole"]
+    for peer in (*peers, late):
+        folder = next((peer.cache / "versions" / "m").glob("v2-*"))
+        assert tree(folder.resolve()) == tree(first)

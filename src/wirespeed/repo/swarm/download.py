@@ -278,16 +278,22 @@ class Download:
         stream.arrived_bytes += num_bytes
         self.peer_bytes += num_bytes
         self.arrived_s = self._loop.time()
-        source = (stream.address, reply.meta)
-        if asks[0].offset == PAYLOAD:
-            self._apply(asks, memoryview(reply.payload), stream.address)
-        elif len(asks) > 1:
-            self._split(asks, memoryview(reply.payload), source)
-        else:
-            buffer = self.board.arrive(asks[0].index, asks[0].offset, source)
-            if buffer.num_missing == 0:
-                self._check(asks[0].index, buffer)
+        self._take(asks, memoryview(reply.payload), (stream.address, reply.meta), is_placed=True)
         self.pump()
+
+    def _take(self, asks: tuple[Ask, ...], payload: memoryview, source: tuple[str, bytes], *, is_placed: bool) -> None:
+        """What an answer holds. ``is_placed``: a single piece was received where it belongs."""
+        first = asks[0]
+        if first.offset == PAYLOAD:
+            self._apply(asks, payload, source[0])
+        elif len(asks) > 1:
+            self._split(asks, payload, source)
+        else:
+            if not is_placed:
+                self.board.buffer(first.index).content[first.offset : first.offset + first.length] = payload
+            buffer = self.board.arrive(first.index, first.offset, source)
+            if buffer.num_missing == 0:
+                self._check(first.index, buffer)
 
     def _split(self, asks: tuple[Ask, ...], payload: memoryview, source: tuple[str, bytes]) -> None:
         at = 0
@@ -403,15 +409,4 @@ class Download:
     def came_from_trial(self, asks: tuple[Ask, ...], reply: wire.Reply, address: str) -> None:
         """They were."""
         self.peer_bytes += sum(ask.length for ask in asks)
-        source = (address, reply.meta)
-        if asks[0].offset == PAYLOAD:
-            self._apply(asks, memoryview(reply.payload), address)
-            return
-        if len(asks) > 1:
-            self._split(asks, memoryview(reply.payload), source)
-            return
-        ask = asks[0]
-        buffer = self.board.buffer(ask.index)
-        buffer.content[ask.offset : ask.offset + ask.length] = reply.payload
-        if self.board.arrive(ask.index, ask.offset, source).num_missing == 0:
-            self._check(ask.index, buffer)
+        self._take(asks, memoryview(reply.payload), (address, reply.meta), is_placed=False)
