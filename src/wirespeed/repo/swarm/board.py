@@ -170,7 +170,8 @@ class Board:
             self._num_generations += 1
             buffer = Buffer(content, self._num_generations, 1)
             self._add(index, buffer)
-        assert buffer is not None
+        if buffer is None:
+            return  # the download was ended meanwhile
         buffer.is_right = True
         self._generations[index] = buffer.generation
         if index in self._waits:

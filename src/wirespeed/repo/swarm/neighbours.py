@@ -11,6 +11,7 @@ from wirespeed import wire
 from wirespeed.errors import DataError, PeerFailure, UsageError
 from wirespeed.repo.swarm.messages import Progress, pack, unpack
 
+GRACE_S = 1.0
 _T = TypeVar("_T")
 
 
@@ -25,10 +26,11 @@ class Neighbours:
     async def call(
         self, address: str, method: str, message: msgspec.Struct | bytes, kind: type[_T], *, timeout_s: float
     ) -> _T:
-        """Ask, and read the answer. Raises PeerFailure within ``timeout_s``, DataError."""
+        """Ask, and read the answer. Raises PeerFailure about ``timeout_s`` later at the latest, DataError."""
         payload = message if isinstance(message, bytes) else pack(message)
         try:
-            async with asyncio.timeout(timeout_s):
+            # A call ends by its own deadline, and says so in its status; connecting before it takes what it takes.
+            async with asyncio.timeout(timeout_s + GRACE_S):
                 connection = await self._connection(address, timeout_s)
                 reply = await connection.call(method, payload, timeout_s=timeout_s)
         except TimeoutError:

@@ -22,7 +22,8 @@ from wirespeed.repo.versions import Version
 CONNECT_S = 5.0
 ORDER_S = 2.0
 POLL_S = 0.5
-LOST_AFTER_S = 10.0
+LOST_AFTER_S = 8.0
+WAIT_S = 30.0
 """A host that answers nothing for so long has failed."""
 
 
@@ -168,13 +169,14 @@ async def _wait(
             )
             return
         try:
-            found[address] = await neighbours.call(address, "wait", digest, Progress, timeout_s=min(left_s, 60.0))
+            wait_s = min(left_s, WAIT_S if lost_s is None else ORDER_S)
+            found[address] = await neighbours.call(address, "wait", digest, Progress, timeout_s=wait_s)
             lost_s = None
         except (PeerFailure, DataError) as fault:
             now_s = loop.time()
             lost_s = now_s if lost_s is None else lost_s
-            if isinstance(fault, wire.CallFailed) and fault.status == wire.Status.DEADLINE:
-                lost_s = None
+            if wait_s == WAIT_S and isinstance(fault, wire.CallFailed) and fault.status == wire.Status.DEADLINE:
+                lost_s = None  # it is still at it
             elif now_s - lost_s > LOST_AFTER_S:
                 found[address] = msgspec.structs.replace(found[address], state="failed", problem=str(fault))
                 return
