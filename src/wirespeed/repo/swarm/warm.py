@@ -169,19 +169,18 @@ async def _wait(
             )
             return
         try:
-            wait_s = min(left_s, WAIT_S if lost_s is None else ORDER_S)
-            found[address] = await neighbours.call(address, "wait", digest, Progress, timeout_s=wait_s)
+            found[address] = await neighbours.call(address, "wait", digest, Progress, timeout_s=min(left_s, WAIT_S))
             lost_s = None
         except (PeerFailure, DataError) as fault:
-            now_s = loop.time()
-            lost_s = now_s if lost_s is None else lost_s
-            if wait_s == WAIT_S and isinstance(fault, wire.CallFailed) and fault.status == wire.Status.DEADLINE:
-                lost_s = None  # it is still at it
-            elif now_s - lost_s > LOST_AFTER_S:
+            look = await neighbours.progress(address, digest, timeout_s=ORDER_S)
+            if look is not None:
+                found[address], lost_s = look, None  # it is still at it
+                continue
+            lost_s = loop.time() if lost_s is None else lost_s
+            if loop.time() - lost_s > LOST_AFTER_S:
                 found[address] = msgspec.structs.replace(found[address], state="failed", problem=str(fault))
                 return
-            else:
-                await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)
 
 
 async def _follow(neighbours: Neighbours, digest: bytes, found: dict[str, Progress], report: Report) -> None:
