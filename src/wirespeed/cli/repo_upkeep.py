@@ -262,6 +262,12 @@ def hub(
         str, typer.Option("--host", help="Address to listen on; beyond loopback WIRESPEED_TOKEN is needed.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port; 0 takes a free one.", min=0, max=65535)] = 8765,
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            "--mirror", help="Fetch what is not here from this hub, once (HF_TOKEN goes there).", metavar="URL"
+        ),
+    ] = None,
     repo: RepoOption = None,
 ) -> int:
     """Serve models to Hugging Face clients, and images to docker and skopeo, until interrupted. Only reading.
@@ -272,20 +278,60 @@ def hub(
 
       wirespeed repo hub -r s3://bucket/models --port 8765
 
+      wirespeed repo hub -r s3://bucket/models --mirror https://huggingface.co
+
       skopeo copy --src-tls-verify=false docker://127.0.0.1:8765/team/image:v3 oci:image
     """
     from wirespeed.cli.signals import terminable
     from wirespeed.repo.hub import HubServer
+    from wirespeed.repo.mirror import Mirror, Upstream
 
     token = os.environ.get("WIRESPEED_TOKEN") or None
     try:
-        server = HubServer(open_repository(repo), host=host, port=port, token=token)
+        repository = open_repository(repo, must_exist=upstream is None)
+        mirror = None
+        if upstream is not None:
+            mirror = Mirror(repository, Upstream(url=upstream, token=os.environ.get("HF_TOKEN") or None))
+        server = HubServer(repository, host=host, port=port, token=token, mirror=mirror)
     except OSError as fault:
         raise UsageError(f"cannot listen on {host}:{port}: {fault.strerror}", hint="choose another --port") from fault
     with server, terminable():
         show(f"HF_ENDPOINT={server.endpoint}")
         sys.stdout.flush()
         server.serve_forever(poll_interval=0.2)
+    return 0
+
+
+def mirror(
+    name: Annotated[str, typer.Argument(help="ORG/MODEL, or ORG/MODEL@REVISION.", metavar="NAME[@REV]")],
+    *,
+    upstream: Annotated[
+        str, typer.Option("--from", envvar="HF_ENDPOINT", help="The hub; HF_TOKEN goes there.", metavar="URL")
+    ] = "https://huggingface.co",
+    repo: RepoOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Make what a Hugging Face hub has a version here: fetched once, verified by the hub's own hashes.
+
+    The branch becomes an alias, its commit another (commit-SHA). Nothing is fetched where the commit is here.
+
+    Example:
+
+      wirespeed repo mirror org/model@main -r s3://bucket/models
+    """
+    from wirespeed.cli.signals import terminable
+    from wirespeed.repo.mirror import Mirror, Upstream
+
+    model, _, revision = name.partition("@")
+    repository = open_repository(repo, must_exist=False)
+    source = Mirror(repository, Upstream(url=upstream, token=os.environ.get("HF_TOKEN") or None))
+    with terminable():
+        found = source.bring(model, revision or "main")
+    if as_json:
+        print_json(found)
+    else:
+        say(f"{model} at {found.commit[:12]}: {units.format_size(found.fetched_bytes)} from {upstream}")
+        show(found.version.label)
     return 0
 
 

@@ -11,12 +11,14 @@ resume. Only reading; anything else is refused. Beyond loopback a token is neede
 from __future__ import annotations
 
 import base64
-import hashlib
+import contextlib
 import hmac
 import json
+import logging
 import re
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,7 +26,9 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from wirespeed.errors import UsageError, WirespeedError
 from wirespeed.repo.fetch import Source
+from wirespeed.repo.hub_pages import file_etag, tree, wanted_paths
 from wirespeed.repo.manifest import FileEntry, Manifest
+from wirespeed.repo.mirror import Mirror, Mirrored
 from wirespeed.repo.names import Wanted, parse_version
 from wirespeed.repo.reading import read_span
 from wirespeed.repo.registry import API_VERSION, INDEX_TYPE, Registry, RegistryFault
@@ -33,6 +37,10 @@ from wirespeed.repo.versions import Version
 
 MAX_OPEN_MODELS = 16
 IDLE_TIMEOUT_S = 60.0
+MIRROR_WAIT_S = 8.0
+"""Clients wait ten seconds for a first answer; after that they are told to ask again."""
+MIRROR_RETRY_S = 5
+_LOG = logging.getLogger("wirespeed.repo")
 _RESOLVE = re.compile(r"/([^/]+(?:/[^/]+)?)/resolve/([^/]+)/(.+)")
 _API = re.compile(r"/api/models/([^/]+(?:/[^/]+)?)")
 _API_AT = re.compile(r"/api/models/([^/]+(?:/[^/]+)?)/(revision|tree|paths-info)/([^/]+)/?(.*)")
@@ -56,6 +64,10 @@ class _NotFound(Exception):  # noqa: N818
         self.code = code
 
 
+class _Busy(Exception):  # noqa: N818
+    """Later."""
+
+
 class HubServer(ThreadingHTTPServer):
     """Serves until ``shutdown``. Port 0 takes a free one."""
 
@@ -63,7 +75,13 @@ class HubServer(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def __init__(
-        self, repository: Repository, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+        self,
+        repository: Repository,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         if host not in ("127.0.0.1", "::1", "localhost") and not token:
             raise UsageError(
@@ -72,9 +90,17 @@ class HubServer(ThreadingHTTPServer):
         self.repository = repository
         self.registry = Registry(repository)
         self.token = token
+        self.mirror = mirror
+        self._mirrors = ThreadPoolExecutor(4, thread_name_prefix="wirespeed-mirror")
+        self._mirroring: dict[tuple[str, str], Future[Mirrored]] = {}
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
         super().__init__((host, port), _Handler)
+
+    def server_close(self) -> None:
+        """Stop listening; what is being mirrored is gone on with the next time."""
+        super().server_close()
+        self._mirrors.shutdown(wait=False, cancel_futures=True)
 
     @property
     def endpoint(self) -> str:
@@ -105,8 +131,41 @@ class HubServer(ThreadingHTTPServer):
                 self._open.popitem(last=False)
         return found
 
+    def _mirror(self, name: str, revision: str) -> None:
+        """Have what the upstream hub has; where it has nothing or does not answer, what is here counts."""
+        assert self.mirror is not None
+        branch = "main" if revision == "refs/heads/main" else revision
+        if self.mirror.is_fresh(name, branch) or self._is_ours(name, branch):
+            return
+        key = (name, branch)
+        with self._lock:
+            task = self._mirroring.get(key)
+            if task is None:
+                task = self._mirroring[key] = self._mirrors.submit(self.mirror.bring, name, branch)
+        try:
+            task.result(timeout=MIRROR_WAIT_S)
+        except TimeoutError:
+            if not task.done():
+                raise _Busy(f"{name} is being fetched from {self.mirror.upstream.url}: ask again") from None
+        except WirespeedError as fault:
+            _LOG.warning("cannot mirror %s at %s: %s", name, branch, fault)
+        finally:
+            if task.done():
+                with self._lock:
+                    self._mirroring.pop(key, None)
+
+    def _is_ours(self, name: str, revision: str) -> bool:
+        """A commit that this server gave out itself: no hub knows it."""
+        if re.fullmatch(r"[0-9a-f]{40}", revision) is None:
+            return False
+        return any(version.manifest_digest.startswith(revision) for version in self.repository.versions(name))
+
     def _resolve(self, name: str, revision: str) -> Version:
+        if self.mirror is not None:
+            self._mirror(name, revision)
         if re.fullmatch(r"[0-9a-f]{40}", revision):
+            with contextlib.suppress(UsageError):
+                return self.repository.version(Wanted(name=name, alias=f"commit-{revision}"))
             for version in reversed(self.repository.versions(name)):
                 if version.manifest_digest.startswith(revision):
                     return version
@@ -168,6 +227,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(HTTPStatus.NOT_FOUND, fault.code, str(fault))
         except RegistryFault as fault:
             self._registry_fault(fault)
+        except _Busy as fault:
+            self._error(HTTPStatus.SERVICE_UNAVAILABLE, "", str(fault), retry_after_s=MIRROR_RETRY_S)
         except WirespeedError as fault:
             self._error(HTTPStatus.SERVICE_UNAVAILABLE, "", str(fault))
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
@@ -285,11 +346,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(self._info(opened))
             return
         if what == "paths-info":
-            wanted = _wanted_paths(posted or b"", self.headers.get("Content-Type", ""))
-            self._json([entry for entry in _tree(opened, "", is_recursive=True) if entry["path"] in wanted])
+            wanted = wanted_paths(posted or b"", self.headers.get("Content-Type", ""))
+            self._json([entry for entry in tree(opened.manifest, "", is_recursive=True) if entry["path"] in wanted])
             return
         is_recursive = query.get("recursive", ["false"])[0].lower() in ("true", "1")
-        entries = _tree(opened, path.strip("/"), is_recursive=is_recursive)
+        entries = tree(opened.manifest, path.strip("/"), is_recursive=is_recursive)
         if path.strip("/") and not entries:
             raise _NotFound("EntryNotFound", f"{opened.version.label} has no folder {path!r}")
         self._json(entries)
@@ -315,50 +376,17 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _error(self, status: HTTPStatus, code: str, text: str) -> None:
+    def _error(self, status: HTTPStatus, code: str, text: str, *, retry_after_s: int | None = None) -> None:
         line = " ".join(text.split())[:500].encode("ascii", "replace").decode()
         body = json.dumps({"error": text}).encode()
         self.send_response(status)
         if code:
             self.send_header("X-Error-Code", code)
+        if retry_after_s is not None:
+            self.send_header("Retry-After", str(retry_after_s))
         self.send_header("X-Error-Message", line)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-
-
-def file_etag(manifest: Manifest, file: FileEntry) -> str:
-    """SHA-256 in hexadecimal, as the Hub gives for large files; the content's identity where that is unknown."""
-    return file.sha256.hex() if file.sha256 else manifest.content_id(file)
-
-
-def _tree(opened: _Open, folder: str, *, is_recursive: bool) -> list[dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = {}
-    prefix = f"{folder}/" if folder else ""
-    for path, file in opened.files.items():
-        if not path.startswith(prefix):
-            continue
-        rest = path[len(prefix) :]
-        if "/" in rest:
-            sub = prefix + rest.split("/", 1)[0]
-            oid = hashlib.blake2b(sub.encode(), digest_size=20).hexdigest()
-            entries.setdefault(sub, {"type": "directory", "path": sub, "oid": oid, "size": 0})
-        if "/" not in rest or is_recursive:
-            etag = file_etag(opened.manifest, file)
-            entries[path] = {
-                "type": "file", "path": path, "size": file.size_bytes, "oid": etag[:40],
-                "lfs": {"oid": etag, "size": file.size_bytes, "pointerSize": 134},
-            }  # fmt: skip
-    return list(entries.values())
-
-
-def _wanted_paths(posted: bytes, content_type: str) -> set[str]:
-    try:
-        if "json" in content_type:
-            found = json.loads(posted).get("paths", [])
-            return {found} if isinstance(found, str) else set(map(str, found))
-        return set(parse_qs(posted.decode()).get("paths", []))
-    except (ValueError, AttributeError):
-        return set()

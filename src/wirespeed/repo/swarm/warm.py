@@ -169,7 +169,8 @@ async def _wait(
             )
             return
         try:
-            found[address] = await neighbours.call(address, "wait", digest, Progress, timeout_s=min(left_s, WAIT_S))
+            wait_s = min(left_s, WAIT_S if lost_s is None else ORDER_S)
+            found[address] = await neighbours.call(address, "wait", digest, Progress, timeout_s=wait_s)
             lost_s = None
         except (PeerFailure, DataError) as fault:
             look = await neighbours.progress(address, digest, timeout_s=ORDER_S)
