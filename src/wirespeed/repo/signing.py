@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,7 +41,7 @@ def make_key(path: Path) -> str:
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    public = key.public_key().public_bytes_raw().hex()
+    public: str = key.public_key().public_bytes_raw().hex()
     shown = path.with_name(path.name + ".pub")
     if shown.exists():
         raise UsageError(f"{shown} exists already", hint="choose another name: a key that is lost cannot be made again")
@@ -69,7 +69,8 @@ def read_secret(path: Path) -> Ed25519PrivateKey:
         ) from fault
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise UsageError(f"{path} is a {type(key).__name__}", expected="an ed25519 key")
-    return key
+    found: Ed25519PrivateKey = key
+    return found
 
 
 def read_public(text: str) -> bytes:
@@ -152,7 +153,7 @@ def check(version: Version, trusted: Sequence[bytes]) -> None:
         )
 
 
-def _crypto():  # type: ignore[no-untyped-def]
+def _crypto() -> Any:
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519

@@ -5,7 +5,7 @@
   so that behind a dead host one peer reconnects and not all of those behind it.
 - It gains at less than half the rate of its own upstream, twice in a row, and is well behind it: slow, left for that.
 - Its own upstream has everything (a seed, the store), so that rates say nothing: two pieces are asked of that one, as a
-  trial, at 2, 4, 8 ... seconds. They are needed anyway. Left where that was more than twice as fast.
+  trial, at 2, 4, 8 ... seconds. They are needed anyway. Left where that was more than twice as fast, two times.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class Stream:
 class _Sample:
     """How far both were at one time."""
 
-    def __init__(self, time_s: float, address: str, upstream: Progress, above: Progress) -> None:
-        self.time_s = time_s
+    def __init__(self, address: str, upstream: Progress, above: Progress) -> None:
         self.address = address
         self.upstream_bytes = upstream.held_bytes
         self.above_bytes = above.held_bytes
@@ -66,12 +65,8 @@ class _Sample:
 async def watch(download: Download, stream: Stream) -> None:
     """Leave the stream when its upstream is not worth staying with. Runs until it is cancelled."""
     loop = asyncio.get_running_loop()
-    before: _Sample | None = None
-    strikes = 0
-    rate_from = (loop.time(), stream.arrived_bytes)
+    comparison = _Comparison(download, stream)
     compare_at_s = loop.time() + COMPARE_S
-    trial_after_s = TRIAL_S
-    trial_at_s = loop.time() + TRIAL_S
     download.arrived_s = loop.time()
     seen_bytes = 0
     while not stream.over.done():
@@ -85,38 +80,71 @@ async def watch(download: Download, stream: Stream) -> None:
             download.arrived_s = loop.time()
         if stream.flying and download.idle_s > STALL_S:
             await _look_into_stall(download, stream)
-            continue
-        if loop.time() < compare_at_s:
-            continue
-        compare_at_s = loop.time() + COMPARE_S
-        rate_bytes_per_s = (stream.arrived_bytes - rate_from[1]) / (loop.time() - rate_from[0])
-        rate_from = (loop.time(), stream.arrived_bytes)
+        elif loop.time() >= compare_at_s:
+            compare_at_s = loop.time() + COMPARE_S
+            await comparison.look()
+
+
+class _Comparison:
+    """An upstream beside its own upstream, look by look."""
+
+    def __init__(self, download: Download, stream: Stream) -> None:
+        self._download = download
+        self._stream = stream
+        self._loop = asyncio.get_running_loop()
+        self._before: _Sample | None = None
+        self._num_slow = 0
+        self._num_trials_won = 0
+        self._trial_after_s = TRIAL_S
+        self._trial_at_s = self._loop.time() + TRIAL_S
+        self._rate_from = (self._loop.time(), stream.arrived_bytes)
+
+    async def look(self) -> None:
+        """Ask both how far they are; leave the upstream where it holds this host up."""
+        download, stream = self._download, self._stream
+        now_s = self._loop.time()
+        rate_bytes_per_s = (stream.arrived_bytes - self._rate_from[1]) / max(1e-6, now_s - self._rate_from[0])
+        self._rate_from = (now_s, stream.arrived_bytes)
+        before, self._before = self._before, None
         digest = download.plan.digest
         upstream = await download.neighbours.progress(stream.address, digest, timeout_s=ANSWER_S)
         if upstream is None or upstream.state != "running" or upstream.upstream not in download.plan.upstreams:
-            before = None
-            continue
+            return
         above = await download.neighbours.progress(upstream.upstream, digest, timeout_s=ANSWER_S)
         if above is None:
-            before = None
-        elif above.state == "whole":
-            before = None
-            if loop.time() >= trial_at_s:
-                trial_after_s *= 2
-                trial_at_s = loop.time() + trial_after_s
-                await _try_out(download, stream, upstream.upstream, rate_bytes_per_s)
-        else:
-            now = _Sample(loop.time(), upstream.upstream, upstream, above)
-            if before is not None and before.address == now.address:
-                slow = is_slow(
-                    gained_bytes=now.upstream_bytes - before.upstream_bytes,
-                    upstream_gained_bytes=now.above_bytes - before.above_bytes,
-                    lag_bytes=now.above_bytes - now.upstream_bytes,
-                )
-                strikes = strikes + 1 if slow else 0
-                if strikes == 2:
-                    stream.leave(f"it is slower than {now.address}, from which it takes")
-            before = now
+            return
+        if above.state == "whole":
+            await self._try_out(upstream.upstream, rate_bytes_per_s)
+            return
+        now = self._before = _Sample(upstream.upstream, upstream, above)
+        if before is None or before.address != now.address:
+            return
+        slow = is_slow(
+            gained_bytes=now.upstream_bytes - before.upstream_bytes,
+            upstream_gained_bytes=now.above_bytes - before.above_bytes,
+            lag_bytes=now.above_bytes - now.upstream_bytes,
+        )
+        self._num_slow = self._num_slow + 1 if slow else 0
+        if self._num_slow == 2:
+            stream.leave(f"it is slower than {now.address}, from which it takes")
+
+    async def _try_out(self, address: str, rate_bytes_per_s: float) -> None:
+        if self._loop.time() < self._trial_at_s:
+            return
+        tried_bytes_per_s = await _trial(self._download, address)
+        if tried_bytes_per_s <= TRIAL_GAIN * rate_bytes_per_s:
+            self._num_trials_won = 0
+            self._trial_after_s *= 2
+            self._trial_at_s = self._loop.time() + self._trial_after_s
+            return
+        # It may have been luck: it is tried once more, soon.
+        self._num_trials_won += 1
+        self._trial_at_s = self._loop.time()
+        if self._num_trials_won == 2:
+            self._stream.leave(
+                f"{format_size(rate_bytes_per_s)}/s came from it; {address}, from which it takes, gives "
+                f"{format_size(tried_bytes_per_s)}/s"
+            )
 
 
 async def _look_into_stall(download: Download, stream: Stream) -> None:
@@ -136,15 +164,14 @@ async def _look_into_stall(download: Download, stream: Stream) -> None:
         stream.leave(f"nothing came for {waited}")
 
 
-async def _try_out(download: Download, stream: Stream, address: str, rate_bytes_per_s: float) -> None:
-    """Ask another upstream for two pieces, and change to it where it is much faster than this one was until now."""
+async def _trial(download: Download, address: str) -> float:
+    """Bytes per second of two pieces from another upstream; 0.0 where there are none to ask for, or it fails."""
     loop = asyncio.get_running_loop()
     taken = [asks for asks in (download.take_back() for _ in range(NUM_TRIAL_ASKS)) if asks is not None]
     if len(taken) < NUM_TRIAL_ASKS:
         for asks in reversed(taken):
             download.put_back(asks)
-        return
-    begin_s = loop.time()
+        return 0.0
     tried_bytes = 0
     left = list(taken)
     connection: wire.Connection | None = None
@@ -158,20 +185,15 @@ async def _try_out(download: Download, stream: Stream, address: str, rate_bytes_
             reply = await future
             num_bytes = sum(ask.length for ask in asks)
             if len(reply.payload) != num_bytes:
-                return
+                return 0.0
             tried_bytes += num_bytes
             left.remove(asks)
             download.came_from_trial(asks, reply, address)
+        return tried_bytes / max(1e-6, loop.time() - begin_s)
     except (PeerFailure, UsageError):
-        return
+        return 0.0
     finally:
         for asks in reversed(left):
             download.put_back(asks)
         if connection is not None:
             connection.abort()
-    tried_bytes_per_s = tried_bytes / max(1e-6, loop.time() - begin_s)
-    if tried_bytes_per_s > TRIAL_GAIN * rate_bytes_per_s:
-        stream.leave(
-            f"{format_size(rate_bytes_per_s)}/s came from it; {address}, from which it takes, gives "
-            f"{format_size(tried_bytes_per_s)}/s"
-        )
