@@ -209,9 +209,10 @@ def test_a_slow_host_holds_nobody_up(
     behind = [start(f"p{at}", "--rate", "200mbit") for at in (2, 3)]
     begin_s = time.monotonic()
     result = in_background(version, [peer.address for peer in (first, slow, *behind)], seeds=[seed.address])
-    wait_until(lambda: behind[1].progress(digest).state == "whole", "the last host is done", 30)
+    for peer in behind:
+        wait_until(lambda peer=peer: peer.progress(digest).state == "whole", "those behind are done", 30)
     # Alone it takes 96 MB at 200 Mbit/s, 3.8 s; behind the slow one it would be ten times that.
-    assert time.monotonic() - begin_s < 15
+    assert time.monotonic() - begin_s < 20
     assert slow.progress(digest).state == "running"
     assert any(slow.address in note and "slower" in note for note in behind[0].progress(digest).passed_over)
     for peer in behind:

@@ -78,8 +78,11 @@ def fill(
     lock = threading.Lock()
     done = done_bytes
 
+    reservation = _Reservation()
+
     def use(index: int, content: memoryview) -> None:
         nonlocal done
+        reservation.check()
         for job, offset in places[index]:
             job.part.write(offset, content)
             with lock:
@@ -107,16 +110,60 @@ def fill(
                 places.setdefault(file.chunks[at], []).append((job, offsets[at]))
         done = done_bytes + kept
         progress(done, total_bytes)
+        reservation.begin([part for _, part, _, _ in jobs if not part.is_published])
         source.read_many(list(places), use, workers=workers)
+        reservation.end()
     except DiskFull:
         # Half of a model on a full disk helps nobody: what was taken is given back.
         for _, part, _, _ in jobs:
             part.discard()
         raise
     finally:
+        reservation.stop()
         for _, part, _, _ in jobs:
             part.close()
     return kept
+
+
+class _Reservation:
+    """Room on the disk for parts, taken by a thread while the first bytes come in."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None
+        self._is_stopped = False
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """Take it."""
+        self._thread = threading.Thread(target=self._run, args=(parts,), name="wirespeed-reserve")
+        self._thread.start()
+
+    def _run(self, parts: Sequence[Part]) -> None:
+        try:
+            for part in parts:
+                if self._is_stopped:
+                    return
+                if not part.is_published:
+                    part.reserve()
+        except BaseException as fault:
+            self._fault = fault
+
+    def check(self) -> None:
+        """Raise what went wrong, as soon as it is known."""
+        if self._fault is not None:
+            raise self._fault
+
+    def end(self) -> None:
+        """Wait for it, and raise what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def stop(self) -> None:
+        """Take no more, and wait for what is under way."""
+        self._is_stopped = True
+        if self._thread is not None:
+            self._thread.join()
 
 
 def pull_to_cache(
