@@ -13,7 +13,7 @@ from repo_tools import make_model, model_bytes, tree
 from swarm_tools import Daemon
 
 from wirespeed import wire
-from wirespeed.errors import PeerFailure
+from wirespeed.errors import PeerFailure, UsageError
 from wirespeed.repo.aliases import set_alias
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.devstore import dev_store, find_weed
@@ -107,3 +107,13 @@ def test_names_are_recalled_only_where_they_are_whole(tmp_path: Path, repository
     (tmp_path / "cache" / "names" / "m" / "v1").write_text("{")
     assert cache.recall(parse_wanted("m@v1")) is None
     assert cache.recall(parse_wanted("m")) is None
+
+
+@pytest.mark.parametrize("name", ["../../etc", "a/../b", "a/b/c", "a\0b", ""])
+def test_a_name_cannot_lead_out_of_the_cache(name: str, tmp_path: Path) -> None:
+    from wirespeed.repo.names import Wanted
+
+    with pytest.raises(UsageError, match="model name"):
+        Cache(tmp_path).recall(Wanted(name=name, number=1))
+    with pytest.raises(UsageError, match="alias"):
+        Cache(tmp_path).recall(Wanted(name="m", alias="../x"))

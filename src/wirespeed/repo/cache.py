@@ -29,7 +29,7 @@ from wirespeed import units
 from wirespeed.errors import MissingCapability, UsageError
 from wirespeed.repo.fetch import Place
 from wirespeed.repo.manifest import FileEntry, Manifest
-from wirespeed.repo.names import Wanted
+from wirespeed.repo.names import Wanted, check_alias, check_name
 from wirespeed.repo.parts import Part, disk_fault, free_bytes
 from wirespeed.repo.versions import Version
 
@@ -173,10 +173,13 @@ class Cache:
                 self._replace(folder / f"@{alias}", content)
 
     def recall(self, wanted: Wanted) -> Known | None:
-        """What ``name@v12`` or ``name@alias`` was when it was last brought here, or None. Not for ``name`` alone."""
+        """What ``name@v12`` or ``name@alias`` was when it was last brought here, or None. Not for ``name`` alone.
+
+        Raises UsageError for a name or an alias that cannot be one: both come from elsewhere and become paths.
+        """
         if wanted.number is None and wanted.alias is None:
             return None
-        file = f"v{wanted.number}" if wanted.number is not None else f"@{wanted.alias}"
+        file = f"v{wanted.number}" if wanted.alias is None else f"@{check_alias(wanted.alias)}"
         try:
             known = msgspec.json.decode((self._names_folder(wanted.name) / file).read_bytes(), type=Known)
         except (OSError, msgspec.MsgspecError):
@@ -184,7 +187,7 @@ class Cache:
         return known if known.version.name == wanted.name and known.version.state == "live" else None
 
     def _names_folder(self, name: str) -> Path:
-        return self.folder / "names" / name.replace("/", "=")
+        return self.folder / "names" / check_name(name).replace("/", "=")
 
     def index(self) -> dict[bytes, Place]:
         """Where every chunk of every file here lies, by digest. To be verified by whoever reads there."""
