@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -65,13 +66,13 @@ class Part:
             return self._handle
 
     def reserve(self) -> None:
-        """Take the room on the disk now. May run beside ``write``: some file systems clear every page of it.
+        """Take the room on the disk now, unless the disk is memory, where every page would be cleared for it.
 
-        Raises MissingCapability where the disk is full.
+        May run beside ``write``. Raises MissingCapability where the disk is full.
         """
         with self._reserving:
             handle = self._handle
-            if self._size_bytes == 0 or self.is_published or handle < 0:
+            if self._size_bytes == 0 or self.is_published or handle < 0 or is_in_memory(os.fstat(handle).st_dev):
                 return
             try:
                 os.posix_fallocate(handle, 0, self._size_bytes)
@@ -165,6 +166,18 @@ class Part:
         self.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
+
+
+@functools.cache
+def is_in_memory(device: int) -> bool:
+    """Whether a device number is that of a tmpfs or ramfs."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            fields, _, rest = line.partition(" - ")
+            if fields.split(" ")[2] == wanted:
+                return rest.split(" ")[0] in ("tmpfs", "ramfs")
+    return False
 
 
 def _has_data(handle: int, offset: int, length: int) -> bool:
