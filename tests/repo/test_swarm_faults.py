@@ -163,6 +163,7 @@ def test_racks_follow_one_another(start: Start, seed: Daemon, version: Version) 
     assert warmed.chains == (tuple(daemon.address for daemon in order),)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_is_passed_over_and_resumes_when_it_is_back(
     start: Start, seed: Daemon, store_folder: Path, version: Version, digest: bytes
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_host_that_is_killed_is_passed_over_and_resumes_when_it_is_back(
     assert_has(back, store_folder)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_paused_is_passed_over(
     start: Start, seed: Daemon, store_folder: Path, version: Version, digest: bytes
 ) -> None:
@@ -201,6 +203,7 @@ def test_a_host_that_is_paused_is_passed_over(
         assert_has(peer, store_folder)
 
 
+@pytest.mark.slow
 def test_a_slow_host_holds_nobody_up(
     start: Start, seed: Daemon, store_folder: Path, version: Version, digest: bytes
 ) -> None:
@@ -221,6 +224,7 @@ def test_a_slow_host_holds_nobody_up(
     assert states(result()) == ["whole", "failed", "whole", "whole"]
 
 
+@pytest.mark.slow
 def test_a_slow_first_host_behind_a_seed_is_found_by_a_trial(
     start: Start, seed: Daemon, version: Version, digest: bytes
 ) -> None:
@@ -276,6 +280,7 @@ def wait_for(daemon: Daemon, version: Version) -> Progress:
     return wire.run(ask())
 
 
+@pytest.mark.slow
 def test_a_tracker_that_dies_and_comes_back_is_missed_by_nobody(
     start: Start, store_folder: Path, version: Version, digest: bytes
 ) -> None:
@@ -336,6 +341,7 @@ def test_a_full_disk_on_one_host_stops_only_that_host(
         subprocess.run(["umount", str(small)], check=True)
 
 
+@pytest.mark.slow
 def test_a_host_that_joins_late_gets_what_there_is_and_then_what_comes(
     start: Start, seed: Daemon, store_folder: Path, version: Version, digest: bytes
 ) -> None:
@@ -350,6 +356,7 @@ def test_a_host_that_joins_late_gets_what_there_is_and_then_what_comes(
     assert_has(late, store_folder)
 
 
+@pytest.mark.slow
 def test_the_store_is_the_last_resort_of_a_chain_whose_head_died(
     start: Start, store_folder: Path, version: Version, digest: bytes
 ) -> None:
