@@ -13,9 +13,9 @@ import msgspec
 import typer
 
 from wirespeed import units
-from wirespeed.cli import repo_upkeep
+from wirespeed.cli import repo_swarm, repo_upkeep
 from wirespeed.cli.render import make_table, print_json, say, show, stderr_console
-from wirespeed.cli.repo_options import JsonOption, RepoOption, WantedArgument, open_repository, some_of
+from wirespeed.cli.repo_options import JsonOption, RepoOption, SignatureOption, WantedArgument, open_repository, some_of
 from wirespeed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ def push(
         bool, typer.Option("--repair", help="Upload everything again: replaces damaged objects of this epoch.")
     ] = False,
     alias: Annotated[str | None, typer.Option("--alias", help="Point this alias at the new version.")] = None,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", help="Sign the version with this key (see keygen).", metavar="KEY")
+    ] = None,
     repo: RepoOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -96,7 +99,7 @@ def push(
     with _progress("push") as progress, terminable():
         pushed = repository.push(
             path, name, parent=parent, message=message, is_compressed=compress, is_as_is=as_is, is_repair=repair,
-            link_bit_per_s=None if link is None else units.parse_rate(link), progress=progress,
+            link_bit_per_s=None if link is None else units.parse_rate(link), sign_with=sign, progress=progress,
         )  # fmt: skip
     if alias is not None:
         set_alias(repository.store, name, alias, pushed.version.number, message=message)
@@ -127,6 +130,7 @@ def pull(
     to: Annotated[
         Path | None, typer.Option("--to", "-o", help="A folder; default: the cache, by links.", metavar="DIR")
     ] = None,
+    require_signature: SignatureOption = None,
     repo: RepoOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -140,10 +144,12 @@ def pull(
       wirespeed repo pull llama -r s3://bucket/models
 
       wirespeed repo pull llama@prod --to /srv/llama
+
+      wirespeed repo pull llama@prod --require-signature release.pub
     """
     from wirespeed.cli.signals import terminable
 
-    repository = open_repository(repo)
+    repository = open_repository(repo, signatures=require_signature)
     started_s = time.perf_counter()
     with _progress("pull") as progress, terminable():
         pulled = repository.pull(wanted, to=to, progress=progress)
@@ -320,5 +326,11 @@ app.command("verify")(repo_upkeep.verify)
 app.command("rm")(repo_upkeep.remove)
 app.command("gc")(repo_upkeep.collect)
 app.command("alias")(repo_upkeep.alias)
+app.command("keygen")(repo_upkeep.keygen)
+app.command("sign")(repo_upkeep.sign)
+app.command("warm")(repo_swarm.warm)
+app.command("peer")(repo_swarm.peer)
+app.command("tracker")(repo_swarm.tracker)
 app.command("hub")(repo_upkeep.hub)
+app.command("mirror")(repo_upkeep.mirror)
 app.command("dev-store")(repo_upkeep.dev_store)

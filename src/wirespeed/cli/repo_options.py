@@ -19,11 +19,26 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on s
 WantedArgument = Annotated[str, typer.Argument(help="NAME, NAME@v12 or NAME@alias.", metavar="NAME[@V]")]
 
 
-def open_repository(repo: str | None, *, must_exist: bool = True) -> Repository:
-    """By its URL, else by WIRESPEED_REPO."""
+SignatureOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--require-signature",
+        help="Refuse versions that this key did not sign; may be repeated, one of them is enough.",
+        metavar="KEY.pub",
+    ),
+]
+
+
+def open_repository(repo: str | None, *, must_exist: bool = True, signatures: list[str] | None = None) -> Repository:
+    """By its URL, else by WIRESPEED_REPO. ``signatures``: public keys of which one must have signed what is read."""
     from wirespeed.repo.repository import Repository
 
-    return Repository.open(repo, must_exist=must_exist)
+    found = Repository.open(repo, must_exist=must_exist)
+    if signatures:
+        from wirespeed.repo.signing import trusted_from
+
+        found.trusted = trusted_from(signatures)
+    return found
 
 
 def some_of(items: tuple[str, ...]) -> str:

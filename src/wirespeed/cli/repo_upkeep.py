@@ -12,7 +12,7 @@ import typer
 
 from wirespeed import units
 from wirespeed.cli.render import make_table, print_json, say, show
-from wirespeed.cli.repo_options import JsonOption, RepoOption, open_repository, some_of
+from wirespeed.cli.repo_options import JsonOption, RepoOption, WantedArgument, open_repository, some_of
 from wirespeed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -213,32 +213,125 @@ def alias(
     return 0
 
 
+def keygen(
+    path: Annotated[Path, typer.Argument(help="Where the secret key goes; the public one beside it.", metavar="FILE")],
+) -> int:
+    """Make a key to sign versions with: FILE is the secret, FILE.pub what readers are given.
+
+    Example:
+
+      wirespeed repo keygen release
+    """
+    from wirespeed.repo.signing import make_key
+
+    public = make_key(path)
+    say(f"{path} signs: keep it to yourself; {path}.pub is for those who pull")
+    show(public)
+    return 0
+
+
+def sign(
+    wanted: WantedArgument,
+    *,
+    key: Annotated[Path, typer.Option("--key", "-k", help="The secret key.", metavar="KEY")],
+    repo: RepoOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Sign a version that is in the repository. What is signed: name, number, and by its digest every byte.
+
+    Example:
+
+      wirespeed repo sign llama@v12 --key release
+    """
+    from wirespeed.repo.signing import add, read_secret
+
+    secret = read_secret(key)
+    repository = open_repository(repo)
+    repository.trusted = ()
+    signed = add(repository.store, repository.version(wanted), secret)
+    if as_json:
+        print_json({"version": signed.label, "signatures": [found.key for found in signed.signatures]})
+    else:
+        show(f"{signed.label} is signed by {', '.join(found.key[:16] + '...' for found in signed.signatures)}")
+    return 0
+
+
 def hub(
     *,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; beyond loopback WIRESPEED_TOKEN is needed.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port; 0 takes a free one.", min=0, max=65535)] = 8765,
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            "--mirror", help="Fetch what is not here from this hub, once (HF_TOKEN goes there).", metavar="URL"
+        ),
+    ] = None,
     repo: RepoOption = None,
 ) -> int:
-    """Serve models to Hugging Face clients until interrupted: set HF_ENDPOINT to the address it prints.
+    """Serve models to Hugging Face clients, and images to docker and skopeo, until interrupted. Only reading.
 
-    Example:
+    Set HF_ENDPOINT to the address that it prints. Images are versions that were pushed as OCI layouts.
+
+    Examples:
 
       wirespeed repo hub -r s3://bucket/models --port 8765
+
+      wirespeed repo hub -r s3://bucket/models --mirror https://huggingface.co
+
+      skopeo copy --src-tls-verify=false docker://127.0.0.1:8765/team/image:v3 oci:image
     """
     from wirespeed.cli.signals import terminable
     from wirespeed.repo.hub import HubServer
+    from wirespeed.repo.mirror import Mirror, Upstream
 
     token = os.environ.get("WIRESPEED_TOKEN") or None
     try:
-        server = HubServer(open_repository(repo), host=host, port=port, token=token)
+        repository = open_repository(repo, must_exist=upstream is None)
+        mirror = None
+        if upstream is not None:
+            mirror = Mirror(repository, Upstream(url=upstream, token=os.environ.get("HF_TOKEN") or None))
+        server = HubServer(repository, host=host, port=port, token=token, mirror=mirror)
     except OSError as fault:
         raise UsageError(f"cannot listen on {host}:{port}: {fault.strerror}", hint="choose another --port") from fault
     with server, terminable():
         show(f"HF_ENDPOINT={server.endpoint}")
         sys.stdout.flush()
         server.serve_forever(poll_interval=0.2)
+    return 0
+
+
+def mirror(
+    name: Annotated[str, typer.Argument(help="ORG/MODEL, or ORG/MODEL@REVISION.", metavar="NAME[@REV]")],
+    *,
+    upstream: Annotated[
+        str, typer.Option("--from", envvar="HF_ENDPOINT", help="The hub; HF_TOKEN goes there.", metavar="URL")
+    ] = "https://huggingface.co",
+    repo: RepoOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Make what a Hugging Face hub has a version here: fetched once, verified by the hub's own hashes.
+
+    The branch becomes an alias, its commit another (commit-SHA). Nothing is fetched where the commit is here.
+
+    Example:
+
+      wirespeed repo mirror org/model@main -r s3://bucket/models
+    """
+    from wirespeed.cli.signals import terminable
+    from wirespeed.repo.mirror import Mirror, Upstream
+
+    model, _, revision = name.partition("@")
+    repository = open_repository(repo, must_exist=False)
+    source = Mirror(repository, Upstream(url=upstream, token=os.environ.get("HF_TOKEN") or None))
+    with terminable():
+        found = source.bring(model, revision or "main")
+    if as_json:
+        print_json(found)
+    else:
+        say(f"{model} at {found.commit[:12]}: {units.format_size(found.fetched_bytes)} from {upstream}")
+        show(found.version.label)
     return 0
 
 

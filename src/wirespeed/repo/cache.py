@@ -4,6 +4,7 @@
     CACHE/files/AB/ID.chunks   digests and lengths of its chunks, so that other versions find them here
     CACHE/marks/UID/ID         this user has verified the file as it is now (inode, size, times, boot)
     CACHE/manifests/DIGEST     manifests, verified each time they are read
+    CACHE/names/NAME/          versions that were brought here, and where aliases pointed then
     CACHE/parts/               files under way
 
 A file is right once it is named: it is published by a rename after every chunk was verified. It is verified again where
@@ -28,7 +29,9 @@ from wirespeed import units
 from wirespeed.errors import MissingCapability, UsageError
 from wirespeed.repo.fetch import Place
 from wirespeed.repo.manifest import FileEntry, Manifest
+from wirespeed.repo.names import Wanted, check_alias, check_name
 from wirespeed.repo.parts import Part, disk_fault, free_bytes
+from wirespeed.repo.versions import Version
 
 STALE_PART_S = 24 * 3600.0
 STALE_MANIFEST_S = 30 * 24 * 3600.0
@@ -43,6 +46,13 @@ class Mark(msgspec.Struct, frozen=True):
     mtime_ns: int
     ctime_ns: int
     boot: str
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """A name as it was last resolved here. ``since``: when, in seconds since 1970 by this host's clock."""
+
+    version: Version
+    since: float
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +162,32 @@ class Cache:
             self._make(path.parent)
             self._replace(path, content)
         return content
+
+    def remember(self, version: Version, alias: str | None = None) -> None:
+        """This version is here; ``alias`` points at it. A cache that cannot be written is left as it is."""
+        content = msgspec.json.encode(Known(version=version, since=time.time()))
+        with contextlib.suppress(MissingCapability, OSError):
+            folder = self._make(self._names_folder(version.name))
+            self._replace(folder / f"v{version.number}", content)
+            if alias is not None:
+                self._replace(folder / f"@{alias}", content)
+
+    def recall(self, wanted: Wanted) -> Known | None:
+        """What ``name@v12`` or ``name@alias`` was when it was last brought here, or None. Not for ``name`` alone.
+
+        Raises UsageError for a name or an alias that cannot be one: both come from elsewhere and become paths.
+        """
+        if wanted.number is None and wanted.alias is None:
+            return None
+        file = f"v{wanted.number}" if wanted.alias is None else f"@{check_alias(wanted.alias)}"
+        try:
+            known = msgspec.json.decode((self._names_folder(wanted.name) / file).read_bytes(), type=Known)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return known if known.version.name == wanted.name and known.version.state == "live" else None
+
+    def _names_folder(self, name: str) -> Path:
+        return self.folder / "names" / check_name(name).replace("/", "=")
 
     def index(self) -> dict[bytes, Place]:
         """Where every chunk of every file here lies, by digest. To be verified by whoever reads there."""

@@ -86,8 +86,12 @@ def dev_store(
     bucket: str = "models",
     more_keys: Sequence[tuple[str, str]] = (),
     timeout_s: float = START_TIMEOUT_S,
+    host: str = "127.0.0.1",
 ) -> Iterator[DevStore]:
-    """Run the server until the context ends. Data stays in ``folder``. ``more_keys``: further (access, secret)."""
+    """Run the server until the context ends. Data stays in ``folder``. ``more_keys``: further (access, secret).
+
+    ``host``: the address to listen on; anything but loopback only where nobody else is, as inside a lab.
+    """
     weed = find_weed()
     if weed is None:
         raise MissingCapability("SeaweedFS (program `weed`) is not installed", hint=_HINT)
@@ -104,7 +108,7 @@ def dev_store(
     s3, master, volume, filer = _free_ports(4)
     log = folder / "weed.log"
     command = [
-        weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={master}",
+        weed, "server", f"-dir={folder}", f"-ip={host}", f"-ip.bind={host}", f"-master.port={master}",
         f"-volume.port={volume}", "-filer", f"-filer.port={filer}", "-s3", f"-s3.port={s3}", "-s3.port.lance=0",
         "-s3.port.iceberg=0", f"-s3.config={config}", "-volume.max=100", "-master.volumeSizeLimitMB=1024",
         "-master.telemetry=false",
@@ -114,7 +118,7 @@ def dev_store(
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
         )
     store = DevStore(
-        endpoint=f"http://127.0.0.1:{s3}",
+        endpoint=f"http://{host}:{s3}",
         bucket=bucket,
         access_key=access,
         secret_key=secret,

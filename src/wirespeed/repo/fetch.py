@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
 
-from wirespeed.errors import DataError
+from wirespeed.errors import DataError, UsageError
 from wirespeed.repo import delta, names
 from wirespeed.repo.hot import MAX_VALUE_BYTES, Hot
 from wirespeed.repo.manifest import Chunk, Manifest
@@ -42,6 +42,7 @@ class Counts:
         self.store_bytes = 0
         self.hot_bytes = 0
         self.local_bytes = 0
+        self.peer_bytes = 0
         self.num_requests = 0
         self.num_damaged = 0
         """Chunks of the hot tier or of local files that were wrong and were passed over."""
@@ -58,7 +59,7 @@ class Source:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | None,
         manifest: Manifest,
         *,
         local: Mapping[bytes, Place] | None = None,
@@ -71,6 +72,9 @@ class Source:
         self._local = {} if local is None else local
         self._hot = hot
         self._label = label
+
+    def kept(self, indices: Iterable[int]) -> None:
+        """Told by a pull of chunks that it found where they belong. Those who pass a version on give these as well."""
 
     def read(self, index: int) -> memoryview:
         """The decoded, verified bytes of one chunk."""
@@ -171,13 +175,14 @@ class Source:
         start = min(chunk.offset for chunk in chunks)
         stop = max(chunk.offset + chunk.stored_bytes for chunk in chunks)
         ref = self.manifest.objects[chunks[0].object]
+        store = self._needed_store()
         try:
-            content = self.store.get_range(
+            content = store.get_range(
                 names.object_key(ref.digest, ref.epoch), start, stop - start, whole_bytes=ref.size_bytes
             )
         except ObjectMissing as fault:
             raise ObjectMissing(
-                f"{self._label or 'a version'} needs an object that {self.store.url} no longer has: "
+                f"{self._label or 'a version'} needs an object that {store.url} no longer has: "
                 f"{ref.digest.hex()[:16]}...",
                 hint="was the version removed and collected? `wirespeed repo verify` lists what is missing",
             ) from fault
@@ -205,12 +210,20 @@ class Source:
         if not self._is_right(chunk, content):
             ref = self.manifest.objects[chunk.object]
             raise DataError(
-                f"a chunk of {self._label or 'a version'} is damaged in {self.store.url}: "
+                f"a chunk of {self._label or 'a version'} is damaged in {self._needed_store().url}: "
                 f"object {ref.digest.hex()[:16]}... at {chunk.offset}",
                 expected=f"BLAKE3 {chunk.digest.hex()[:16]}...",
                 hint="push the version again from a good copy: damaged objects are replaced with --repair",
             )
         return content
+
+    def _needed_store(self) -> Store:
+        if self.store is None:
+            raise UsageError(
+                f"{self._label or 'a version'} has to be read from a store, and none was named",
+                hint="start it with --repo URL, or set WIRESPEED_REPO",
+            )
+        return self.store
 
     @staticmethod
     def _is_right(chunk: Chunk, content: memoryview | bytes) -> bool:

@@ -1,6 +1,6 @@
 """Files that are being put together from chunks: resumable, idempotent, published by a rename.
 
-A part has the final size from the start (so a full disk is met before the first byte) and a name made of the
+A part has the final size from the start, its room is taken while the first bytes come in, and it has a name made of the
 content's identity. Nothing is believed about what an earlier run left in it: regions that hold data are hashed, and a
 chunk counts as there only where it is right. Two processes that fill the same part write the same verified bytes to the
 same places; no lock is needed for that to be right, and the first rename wins.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ class Part:
         self._size_bytes = size_bytes
         self._lock = threading.Lock()
         self._handle = -1
+        self.is_published = False
+        self._reserving = threading.Lock()
 
     def missing(self, *, like: Path | None = None) -> list[int]:
         """Positions in ``chunks`` that are not there yet. ``like``: an older file that may hold some at their places.
@@ -48,7 +51,6 @@ class Part:
             missing = self._wrong(handle, range(len(self._chunks))) if has_part else list(range(len(self._chunks)))
             if like is not None and missing:
                 missing = self._copy_from(like, missing)
-            self._reserve(handle)
         except OSError as fault:
             self.discard()
             raise disk_fault(fault, self.path) from fault
@@ -63,14 +65,20 @@ class Part:
                     raise disk_fault(fault, self.path) from fault
             return self._handle
 
-    def _reserve(self, handle: int) -> None:
-        if self._size_bytes == 0:
-            return
-        try:
-            os.posix_fallocate(handle, 0, self._size_bytes)
-        except OSError as fault:
-            if fault.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
+    def reserve(self) -> None:
+        """Take the room on the disk now, unless the disk is memory, where every page would be cleared for it.
+
+        May run beside ``write``. Raises MissingCapability where the disk is full.
+        """
+        with self._reserving:
+            handle = self._handle
+            if self._size_bytes == 0 or self.is_published or handle < 0 or is_in_memory(os.fstat(handle).st_dev):
+                return
+            try:
+                os.posix_fallocate(handle, 0, self._size_bytes)
+            except OSError as fault:
+                if fault.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise disk_fault(fault, self.path) from fault
 
     def _wrong(self, handle: int, positions: Sequence[int]) -> list[int]:
         from blake3 import blake3
@@ -132,6 +140,8 @@ class Part:
     def publish(self, target: Path, *, mode: int) -> None:
         """Make the part the file: readers see the old one or the new one."""
         handle = self._open()
+        with self._reserving:  # it would change the file's times after they were noted
+            self.is_published = True
         try:
             os.fchmod(handle, mode)
             os.replace(self.path, target)
@@ -146,7 +156,7 @@ class Part:
 
     def close(self) -> None:
         """Leave the part for a later run."""
-        with self._lock:
+        with self._reserving, self._lock:
             if self._handle >= 0:
                 os.close(self._handle)
                 self._handle = -1
@@ -156,6 +166,18 @@ class Part:
         self.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
+
+
+@functools.cache
+def is_in_memory(device: int) -> bool:
+    """Whether a device number is that of a tmpfs or ramfs."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            fields, _, rest = line.partition(" - ")
+            if fields.split(" ")[2] == wanted:
+                return rest.split(" ")[0] in ("tmpfs", "ramfs")
+    return False
 
 
 def _has_data(handle: int, offset: int, length: int) -> bool:

@@ -43,6 +43,8 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
     hot_bytes: int
     local_bytes: int
     num_damaged: int
+    peer_bytes: int = 0
+    """From other hosts."""
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +78,11 @@ def fill(
     lock = threading.Lock()
     done = done_bytes
 
+    reservation = _Reservation()
+
     def use(index: int, content: memoryview) -> None:
         nonlocal done
+        reservation.check()
         for job, offset in places[index]:
             job.part.write(offset, content)
             with lock:
@@ -92,6 +97,8 @@ def fill(
         for file, part, publish, like in jobs:
             job = _Job(file, part, publish)
             missing = part.missing(like=like)
+            absent = {file.chunks[at] for at in missing}
+            source.kept(index for index in file.chunks if index not in absent)
             if not missing:
                 kept += file.size_bytes
                 publish(part)
@@ -103,16 +110,60 @@ def fill(
                 places.setdefault(file.chunks[at], []).append((job, offsets[at]))
         done = done_bytes + kept
         progress(done, total_bytes)
+        reservation.begin([part for _, part, _, _ in jobs if not part.is_published])
         source.read_many(list(places), use, workers=workers)
+        reservation.end()
     except DiskFull:
         # Half of a model on a full disk helps nobody: what was taken is given back.
         for _, part, _, _ in jobs:
             part.discard()
         raise
     finally:
+        reservation.stop()
         for _, part, _, _ in jobs:
             part.close()
     return kept
+
+
+class _Reservation:
+    """Room on the disk for parts, taken by a thread while the first bytes come in."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None
+        self._is_stopped = False
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """Take it."""
+        self._thread = threading.Thread(target=self._run, args=(parts,), name="wirespeed-reserve")
+        self._thread.start()
+
+    def _run(self, parts: Sequence[Part]) -> None:
+        try:
+            for part in parts:
+                if self._is_stopped:
+                    return
+                if not part.is_published:
+                    part.reserve()
+        except BaseException as fault:
+            self._fault = fault
+
+    def check(self) -> None:
+        """Raise what went wrong, as soon as it is known."""
+        if self._fault is not None:
+            raise self._fault
+
+    def end(self) -> None:
+        """Wait for it, and raise what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def stop(self) -> None:
+        """Take no more, and wait for what is under way."""
+        self._is_stopped = True
+        if self._thread is not None:
+            self._thread.join()
 
 
 def pull_to_cache(
@@ -125,6 +176,7 @@ def pull_to_cache(
     total = sum(file.size_bytes for file in unique.values())
     kept = sum(unique[content_id].size_bytes for content_id in here)
     wanted = [file for content_id, file in unique.items() if content_id not in here]
+    source.kept(index for content_id in here for index in unique[content_id].chunks)
     if wanted:
         cache.reserve(sum(file.size_bytes for file in wanted), keep=frozenset(unique))
     for start in range(0, len(wanted), BATCH_FILES):
@@ -303,6 +355,7 @@ def _result(source: Source, version: Version, folder: Path, kept: int) -> Pulled
         name=version.name, number=version.number, folder=str(folder), num_files=len(source.manifest.files),
         num_bytes=source.manifest.num_bytes, kept_bytes=kept, store_bytes=counts.store_bytes,
         hot_bytes=counts.hot_bytes, local_bytes=counts.local_bytes, num_damaged=counts.num_damaged,
+        peer_bytes=counts.peer_bytes,
     )  # fmt: skip
 
 

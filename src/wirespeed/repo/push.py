@@ -74,12 +74,14 @@ def push(
     is_repair: bool = False,
     link_bit_per_s: float | None = None,
     lease_s: float = LEASE_S,
+    seal: Callable[[Version], Version] = lambda version: version,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Pushed:
     """Make the next version of ``name`` from a folder or a file.
 
     With ``parent``, tensors that changed are sent as differences to it. ``link_bit_per_s`` is how fast readers are
-    reached: above what they can decode, bytes are sent as they are. ``progress`` is told (done, total) bytes.
+    reached: above what they can decode, bytes are sent as they are. ``progress`` is told (done, total) bytes. ``seal``
+    signs the version just before it is committed.
     """
     names.check_name(name)
     if not path.exists():
@@ -93,7 +95,7 @@ def push(
             is_compressed=is_compressed, is_repair=is_repair, link_bit_per_s=link_bit_per_s,
         )  # fmt: skip
         manifest = _read_all(uploader, path, is_as_is=is_as_is, progress=progress)
-        version = commit(claim, uploader, manifest, parent=parent, message=message)
+        version = commit(claim, uploader, manifest, parent=parent, message=message, seal=seal)
     return report(version, uploader.sent, has_conditions=store.can_create)
 
 
@@ -107,16 +109,22 @@ def report(version: Version, sent: Sent, *, has_conditions: bool) -> Pushed:
 
 
 def commit(
-    claim: Claim, uploader: Uploader, manifest: Manifest, *, parent: Version | None = None, message: str = ""
+    claim: Claim,
+    uploader: Uploader,
+    manifest: Manifest,
+    *,
+    parent: Version | None = None,
+    message: str = "",
+    seal: Callable[[Version], Version] = lambda version: version,
 ) -> Version:
-    """Upload the manifest and make the version it describes."""
+    """Upload the manifest and make the version it describes, as ``seal`` gives it back."""
     ref = uploader.put_object(encode(manifest))
-    version = Version(
+    version = seal(Version(
         name=claim.name, number=claim.number, push_id=claim.push_id, state="live", created=now_text(),
         manifest_digest=ref.digest.hex(), manifest_epoch=ref.epoch, manifest_bytes=ref.size_bytes,
         num_bytes=manifest.num_bytes, num_files=len(manifest.files),
         parent=parent.number if parent is not None and parent.name == claim.name else None, message=message,
-    )  # fmt: skip
+    ))  # fmt: skip
     claim.commit(version)
     return version
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from wirespeed.errors import DataError, UsageError, WirespeedError
-from wirespeed.repo import names
+from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
+from wirespeed.repo import names, signing
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.fetch import Source
 from wirespeed.repo.gc import read_manifest, read_manifest_bytes
@@ -19,10 +21,13 @@ from wirespeed.repo.manifest import FileEntry, Manifest, decode
 from wirespeed.repo.names import Wanted, parse_version, parse_wanted
 from wirespeed.repo.pull import Pulled, local_chunks, pull_to_cache, pull_to_folder, read_marker
 from wirespeed.repo.push import Pushed, push
-from wirespeed.repo.store import Store, open_store
+from wirespeed.repo.store import Store, open_store, within
 from wirespeed.repo.versions import LEASE_S, Version, list_models, live_versions, read_version, resolve
 
 Progress = Callable[[int, int], None]
+NAMES_S = 4.0
+"""So long the store may take to say what a name means, where this host knows what it meant before."""
+_LOG = logging.getLogger("wirespeed.repo")
 
 
 def _no_progress(done: int, total: int) -> None:
@@ -52,8 +57,17 @@ class FileChange(msgspec.Struct, frozen=True, kw_only=True):
 class Repository:
     """One repository. Thread-safe but for the cache's eviction, which runs where files are pulled."""
 
-    def __init__(self, store: Store, *, cache: Cache | None = None, hot: Hot | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        cache: Cache | None = None,
+        hot: Hot | None = None,
+        trusted: Sequence[bytes] | None = None,
+    ) -> None:
         self.store = store
+        self.trusted = signing.trusted_from(None) if trusted is None else tuple(trusted)
+        """Public keys; where there are any, versions that none of them signed are refused."""
         self.cache = Cache() if cache is None else cache
         self.hot = hot
 
@@ -84,9 +98,31 @@ class Repository:
         """Live versions, ascending."""
         return live_versions(self.store, names.check_name(name))
 
-    def version(self, wanted: str | Wanted) -> Version:
-        """The version that ``name``, ``name@v12`` or ``name@alias`` means now."""
-        return resolve(self.store, parse_wanted(wanted) if isinstance(wanted, str) else wanted)
+    def version(self, wanted: str | Wanted, *, is_cache_enough: bool = False) -> Version:
+        """The version that ``name``, ``name@v12`` or ``name@alias`` means now.
+
+        Where the store does not answer within ``NAMES_S``, or WIRESPEED_OFFLINE is 1, that is what it meant when it was
+        last brought to this host, and a warning says so. ``is_cache_enough``: for a numbered version that is here the
+        store is not asked at all (that it was removed since is then not noticed). Raises SignatureMissing where
+        signatures are required.
+        """
+        asked = parse_wanted(wanted) if isinstance(wanted, str) else wanted
+        found = self._version(asked, is_cache_enough=is_cache_enough)
+        signing.check(found, self.trusted)
+        return found
+
+    def _version(self, asked: Wanted, *, is_cache_enough: bool) -> Version:
+        known = self.cache.recall(asked)
+        if known is None:
+            return resolve(self.store, asked)
+        if os.environ.get("WIRESPEED_OFFLINE") == "1" or (is_cache_enough and asked.number is not None):
+            return known.version
+        try:
+            return within(lambda: resolve(self.store, asked), timeout_s=NAMES_S, what=f"{self.store.url}")
+        except PeerFailure as fault:
+            then = datetime.fromtimestamp(known.since, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+            _LOG.warning("%s; using %s, which %s was at %s", fault, known.version.label, asked, then)
+            return known.version
 
     def manifest(self, version: Version) -> Manifest:
         """What the version is made of, from the cache or the store; verified."""
@@ -125,27 +161,51 @@ class Repository:
         is_repair: bool = False,
         link_bit_per_s: float | None = None,
         lease_s: float = LEASE_S,
+        sign_with: Path | None = None,
         progress: Progress = _no_progress,
     ) -> Pushed:
-        """Make the next version of ``name`` from a folder or a file. See ``wirespeed.repo.push.push``."""
+        """Make the next version of ``name`` from a folder or a file. See ``wirespeed.repo.push.push``.
+
+        ``sign_with``: a file with an ed25519 key.
+        """
+        key = None if sign_with is None else signing.read_secret(sign_with)
         base = None if parent is None else self.version(_in_model(name, parent))
         return push(
             self.store, Path(path), name, parent=base, read_manifest=self.manifest,
             source_of=self.source, message=message, who=who, is_compressed=is_compressed, is_as_is=is_as_is,
             is_repair=is_repair, link_bit_per_s=link_bit_per_s, lease_s=lease_s, progress=progress,
+            seal=lambda version: version if key is None else signing.sign(version, key),
         )  # fmt: skip
 
     def pull(
         self, wanted: str | Wanted, *, to: str | os.PathLike[str] | None = None, progress: Progress = _no_progress
     ) -> Pulled:
         """Have a version on this machine: in the cache, or in the folder ``to``."""
-        version = self.version(wanted)
+        asked = parse_wanted(wanted) if isinstance(wanted, str) else wanted
+        version = self.version(asked)
+        self.bring(version)
         manifest = self.manifest(version)
         if to is None:
-            return pull_to_cache(self.source(version, manifest), version, self.cache, progress=progress)
+            pulled = pull_to_cache(self.source(version, manifest), version, self.cache, progress=progress)
+            self.cache.remember(version, asked.alias)
+            return pulled
         folder = Path(to)
         source = self.source(version, manifest, folder=folder)
         return pull_to_folder(source, version, folder, cache=self.cache, progress=progress)
+
+    def bring(self, version: Version) -> None:
+        """Have this host's peer (WIRESPEED_PEER, on the same cache) fetch the version from other hosts.
+
+        Without a peer nothing happens; where it fails, a warning says so, and the store is read as if there were none.
+        """
+        address = os.environ.get("WIRESPEED_PEER")
+        if not address:
+            return
+        from wirespeed.repo.swarm.local import bring
+
+        problem = bring(address, version)
+        if problem:
+            _LOG.warning("the peer at %s did not bring %s: %s; reading the store", address, version.label, problem)
 
     def verify(
         self, name: str, *, number: int | None = None, is_deep: bool = True

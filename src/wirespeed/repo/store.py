@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -274,6 +276,29 @@ def _first_line(fault: BaseException) -> str:
     text = str(fault).strip().split("\n\nDebug source", 1)[0].split("\n", 1)[0]
     # A presigned or signed URL in an error would carry a signature.
     return re.sub(r"(X-Amz-[A-Za-z-]+=)[^&\s\"]+", r"\1...", text)[:400]
+
+
+def within(do: Callable[[], _T], *, timeout_s: float, what: str) -> _T:
+    """The result of ``do``, or PeerFailure after ``timeout_s``; it then goes on in a thread, and what comes is dropped.
+
+    For what has another way out: a store's own deadlines are as long as a slow answer may take.
+    """
+    outcome: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((do(), None))
+        except BaseException as fault:
+            outcome.put((None, fault))
+
+    threading.Thread(target=run, name="wirespeed-store", daemon=True).start()
+    try:
+        result, fault = outcome.get(timeout=timeout_s)
+    except queue.Empty:
+        raise PeerFailure(f"{what} did not answer within {timeout_s:g} s") from None
+    if fault is not None:
+        raise fault
+    return result  # type: ignore[return-value]
 
 
 def open_store(url: str | os.PathLike[str], *, must_exist: bool = False) -> Store:

@@ -25,6 +25,7 @@ from wirespeed.repo import gc
 from wirespeed.repo.chunks import PIECE_BYTES, is_safetensors
 from wirespeed.repo.fetch import Source
 from wirespeed.repo.manifest import FileEntry, Manifest, Tensor
+from wirespeed.repo.names import parse_wanted
 from wirespeed.repo.parts import DiskFull
 from wirespeed.repo.pull import pull_to_cache
 from wirespeed.repo.push import Pushed, commit, index_tensors, report
@@ -61,13 +62,15 @@ def load(
     if sys.byteorder != "little":
         raise MissingCapability("this host is big-endian", expected="a little-endian one: safetensors are")
     repository = repo if isinstance(repo, Repository) else Repository.open(repo)
-    version = repository.version(name)
+    wanted = parse_wanted(name)
+    version = repository.version(wanted, is_cache_enough=True)
+    repository.bring(version)
     manifest = repository.manifest(version)
     files = [file for file in manifest.files if is_safetensors(file.path)]
     if not files:
         raise UsageError(f"{version.label} holds no safetensors file", hint="pull it and load it as what it is")
     source = repository.source(version, manifest)
-    buffers = _buffers(repository, version, source, files, way=way, only=only)
+    buffers = _buffers(repository, version, source, files, way=way, only=only, alias=wanted.alias)
     tensors: dict[str, torch.Tensor] = {}
     for file, buffer in zip(files, buffers, strict=True):
         for key, tensor in _views(file, buffer, only).items():
@@ -101,12 +104,14 @@ def _buffers(
     *,
     way: Way,
     only: Callable[[str], bool] | None,
+    alias: str | None,
 ) -> list[torch.Tensor]:
     manifest = source.manifest
     cached = [repository.cache.find(manifest, file) for file in files]
     if way != "memory" and any(path is None for path in cached):
         try:
             pull_to_cache(source, version, repository.cache)
+            repository.cache.remember(version, alias)
             cached = [repository.cache.find(manifest, file) for file in files]
         except MissingCapability as fault:
             if way == "cache" or not (isinstance(fault, DiskFull) or "cache" in str(fault)):

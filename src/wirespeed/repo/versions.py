@@ -43,6 +43,13 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     beat: int = 0
 
 
+class Signature(msgspec.Struct, frozen=True, kw_only=True):
+    """By whom (the public key) a version was signed; both hexadecimal. See ``signing``."""
+
+    key: str
+    signature: str
+
+
 class Version(msgspec.Struct, frozen=True, kw_only=True):
     """The commit of a version, or the mark that its number will never be one.
 
@@ -62,6 +69,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     num_files: int = 0
     parent: int | None = None
     message: str = ""
+    signatures: tuple[Signature, ...] = ()
     schema: int = SCHEMA
 
     @property

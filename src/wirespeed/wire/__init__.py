@@ -9,6 +9,7 @@ This is the whole public interface. docs/reference/wire.md holds the format and 
 """
 
 from wirespeed.wire.answering import Answer, Handler, Request
+from wirespeed.wire.buffers import BufferPool
 from wirespeed.wire.client import Connection, Reply
 from wirespeed.wire.connecting import connect
 from wirespeed.wire.limits import Limits
@@ -20,6 +21,7 @@ from wirespeed.wire.status import CallFailed, Status
 
 __all__ = [
     "Answer",
+    "BufferPool",
     "CallFailed",
     "Connection",
     "Handler",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 
 from wirespeed.errors import PeerFailure
@@ -63,7 +64,9 @@ async def connect(
         ) from None
     except OSError as fault:
         _abandon(connection, sock)
-        raise PeerFailure(f"no connection with {address}: {fault.strerror or fault}") from fault
+        # asyncio puts its own words where the kernel's would be ("Connect call failed").
+        reason = os.strerror(fault.errno) if fault.errno else str(fault)
+        raise PeerFailure(f"no connection with {address}: {reason}") from fault
     except BaseException:
         _abandon(connection, sock)
         raise

@@ -6,6 +6,8 @@ A connection that breaks a rule is told why (GOODBYE) and closed; nothing after 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 from typing import Literal
 
@@ -34,7 +36,11 @@ class Endpoint(asyncio.BufferedProtocol):
         self._owed_bytes = 0
         self._heard_s = self._loop.time()
         self._progress_s = self._heard_s
-        self._reader = FrameReader(self, allowed=frozenset(), max_message_bytes=limits.max_message_bytes)
+        self._reader = FrameReader(
+            self, allowed=frozenset(), max_message_bytes=limits.max_message_bytes, expect=self._set_low_water
+        )
+        self._socket: socket.socket | None = None
+        self._low_water = 1
         self.closed: asyncio.Future[BaseException | None] = self._loop.create_future()
         """Resolved when the connection is over, with what ended it, or None where it was closed on purpose."""
 
@@ -71,6 +77,9 @@ class Endpoint(asyncio.BufferedProtocol):
             reason = "it closed the connection" if exc is None else str(exc) or type(exc).__name__
             self._end(PeerFailure(f"lost {self.peer}: {reason}"))
         self._reader.close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def pause_writing(self) -> None:
         """Called by the transport."""
@@ -149,11 +158,30 @@ class Endpoint(asyncio.BufferedProtocol):
         elif kind != Kind.PONG:
             raise DataError(f"got a frame of kind {kind} at this point of the connection")
 
+    def _set_low_water(self, num_bytes: int) -> None:
+        """Be woken when so many bytes are there (0: any): SO_RCVLOWAT, which event loops heed by way of epoll."""
+        wanted = max(1, num_bytes)
+        transport = self._transport
+        if wanted == self._low_water or transport is None or self.is_closed:
+            return
+        if self._socket is None:
+            held = transport.get_extra_info("socket")
+            # Under TLS whole records are needed, whose ends are not known here.
+            if held is None or held.fileno() < 0 or transport.get_extra_info("sslcontext") is not None:
+                return
+            self._socket = socket.socket(fileno=os.dup(held.fileno()))
+        with contextlib.suppress(OSError):  # it only saves time
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+            self._low_water = wanted
+
     def _watch(self, now_s: float, idle_s: float) -> None:
         """Called about once a second: end a connection whose peer is silent or takes nothing."""
         if self.received_bytes != self._seen_bytes:
             self._seen_bytes = self.received_bytes
             self._heard_s = now_s
+        else:
+            # A link that became thin: what there is of a payload is a sign of life, and is not waited for.
+            self._set_low_water(0)
         waits = now_s - self._heard_s
         if self._reader.is_waiting:
             self._heard_s = now_s  # it is us who do not read

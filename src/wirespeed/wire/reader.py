@@ -8,6 +8,7 @@ has to wait for memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Literal, Protocol
 
@@ -17,6 +18,9 @@ from wirespeed.wire.limits import SMALL_BYTES
 
 SCRATCH_BYTES = 64 * 1024
 HEAD_BYTES = 1024
+WORTH_WAITING_BYTES = 256 * 1024
+"""In a large payload: on a shaped or slow link a read per burst, of 16 KiB or so, costs more than moving the bytes."""
+LEAST_WAIT_BYTES = 32 * 1024
 MAX_CONTROL_BYTES = 8 * 1024
 """The payload of a frame that is not part of a message. In the handshake nothing else is accepted."""
 
@@ -63,8 +67,16 @@ class FrameReader:
     ``allowed`` are the kinds of frames that may come; the reader's owner changes it with the connection's state.
     """
 
-    def __init__(self, owner: Owner, *, allowed: frozenset[int], max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        *,
+        allowed: frozenset[int],
+        max_message_bytes: int,
+        expect: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
         self.allowed = allowed
+        self._expect = expect
         self._owner = owner
         self._max_message_bytes = max_message_bytes
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
@@ -74,6 +86,7 @@ class FrameReader:
         self._current: _Assembly | None = None
         self._left_bytes = 0
         """Payload bytes of the current frame still to come, straight into their place."""
+        self._told_bytes = 0
         self._is_after_large = False
         self.is_waiting = False
 
@@ -128,7 +141,10 @@ class FrameReader:
             current.received += num_bytes
             if self._left_bytes == 0:
                 self._current = None
+                self._tell(0)
                 self._end_frame(current)
+            elif self._left_bytes < self._told_bytes:
+                self._tell(self._left_bytes)
             return
         self._end += num_bytes
         self._parse()
@@ -196,7 +212,15 @@ class FrameReader:
             self._end_frame(assembly)
         else:
             self._current, self._left_bytes = assembly, header.length - here
+            self._tell(min(self._left_bytes, WORTH_WAITING_BYTES))
         return self._current is None
+
+    def _tell(self, num_bytes: int) -> None:
+        """How many bytes are worth waiting for before the next read; 0: any."""
+        told = num_bytes if num_bytes >= LEAST_WAIT_BYTES else 0
+        if told != self._told_bytes:
+            self._told_bytes = told
+            self._expect(told)
 
     def _end_frame(self, assembly: _Assembly) -> None:
         if assembly.received == assembly.header.total:
