@@ -13,7 +13,21 @@ from typing import Annotated
 import typer
 
 import wirespeed
-from wirespeed.cli import bench, doctor, doctor_hosts, doctor_logs, fabric, lab, launch, plan, repo, report, serve, tune
+from wirespeed.cli import (
+    bench,
+    doctor,
+    doctor_hosts,
+    doctor_logs,
+    fabric,
+    infer,
+    lab,
+    launch,
+    plan,
+    repo,
+    report,
+    serve,
+    tune,
+)
 from wirespeed.errors import WirespeedError
 
 app = typer.Typer(
@@ -44,6 +58,7 @@ app.add_typer(repo.app, name="repo")
 app.command("report")(report.report)
 app.command("serve")(serve.serve)
 app.command("load")(serve.load)
+app.command("infer")(infer.infer)
 app.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     launch.launch_program
 )

@@ -13,6 +13,7 @@ from wirespeed.cli.render import print_json, say
 
 if TYPE_CHECKING:
     from wirespeed.measure.load import LoadReport
+    from wirespeed.serve.server import InferenceServer
 
 
 def serve(
@@ -22,6 +23,10 @@ def serve(
     ],
     grpc: Annotated[str, typer.Option(help="Address of the gRPC door; port 0: any; none: closed.")] = "127.0.0.1:8001",
     http: Annotated[str, typer.Option(help="Address of the REST door; port 0: any; none: closed.")] = "127.0.0.1:8000",
+    node: Annotated[
+        str,
+        typer.Option("--node", "--worker", help="Address of the data-plane door, for dispatchers; none: closed."),
+    ] = "none",
     max_message: Annotated[str, typer.Option(help="Largest request and answer.")] = "256 MiB",
     drain: Annotated[str, typer.Option(help="How long requests may finish after SIGTERM.")] = "30 s",
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")] = None,
@@ -43,6 +48,8 @@ def serve(
 ) -> None:
     """Serve models over gRPC (Open Inference Protocol v2) and REST until SIGTERM or Ctrl-C.
 
+    With --node the models are a node's: `wirespeed infer --nodes` on another host spreads a data set over many of them.
+
     A token in WIRESPEED_TOKEN is asked of every client ("authorization: Bearer TOKEN"); it, or client certificates, are
     needed on an address beyond loopback.
 
@@ -51,6 +58,8 @@ def serve(
       wirespeed serve models/
 
       WIRESPEED_TOKEN=$(cat token) wirespeed serve models/ --grpc 0.0.0.0:8001 --http none
+
+      WIRESPEED_TOKEN=$(cat token) wirespeed serve models/ --node 0.0.0.0:7000 --grpc none --http none
 
       curl localhost:8000/v2/models/NAME
     """
@@ -61,6 +70,7 @@ def serve(
     options = ServeOptions(
         grpc_address=None if grpc == "none" else grpc,
         http_address=None if http == "none" else http,
+        node_address=None if node == "none" else node,
         security=Security(
             token=os.environ.get("WIRESPEED_TOKEN") or None,
             certificate=certificate,
@@ -75,12 +85,15 @@ def serve(
         is_client_memory_allowed=allow_client_shm,
     )
 
-    def when_open(grpc_address: str, http_address: str, names: list[str]) -> None:
-        say(f"serving {', '.join(names)}: gRPC {grpc_address or 'closed'}, REST {http_address or 'closed'}")
+    def when_open(server: InferenceServer) -> None:
+        names = sorted(server.models.models)
+        say(
+            f"serving {', '.join(names)}: gRPC {server.grpc_address or 'closed'}, REST {server.http_address or 'closed'}"
+            + (f", node {server.node_address}" if server.node_address else "")
+        )
         if as_json:
-            print_json(
-                {"schema": 1, "kind": "serving", "grpc": grpc_address, "http": http_address, "models": list(names)}
-            )
+            doors = {"grpc": server.grpc_address, "http": server.http_address, "node": server.node_address}
+            print_json({"schema": 1, "kind": "serving", **doors, "models": names})
 
     run_service(models, options, when_open=when_open, on_news=say)
 

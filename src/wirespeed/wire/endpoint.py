@@ -83,6 +83,13 @@ class Endpoint(asyncio.BufferedProtocol):
         if self._sender is not None:
             self._sender.resume()
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this side has sent, headers included."""
+        return self._greeting_bytes + (0 if self._sender is None else self._sender.sent_bytes)
+
+    _greeting_bytes = 0
+
     # --- for the owner of the connection
 
     def describe(self) -> dict[str, str]:
@@ -127,6 +134,7 @@ class Endpoint(asyncio.BufferedProtocol):
         size = len(payload)
         frame = pack_header(kind, 0, 0, stream, size, 0, size, extra) + payload
         if self._sender is None:
+            self._greeting_bytes += len(frame)
             self._transport.write(frame)
         else:
             self._sender.write_control(frame)

@@ -95,6 +95,8 @@ class Sender:
         self._waiting: deque[Outgoing] = deque()
         self._turns: deque[Outgoing] = deque()
         self._is_paused = False
+        self.sent_bytes = 0
+        """Handed to the transport so far, headers included."""
         self._small: list[bytes] = []
         self._loop = asyncio.get_running_loop()
         # uvloop then writes at once instead of at the end of its turn, so that the peer works while this side does. A
@@ -151,7 +153,9 @@ class Sender:
         """Hand the small messages to the transport."""
         if self._small:
             small, self._small = self._small, []
-            self._transport.write(b"".join(small))
+            joined = small[0] if len(small) == 1 else b"".join(small)
+            self.sent_bytes += len(joined)
+            self._transport.write(joined)
 
     def withdraw(self, message: Outgoing) -> bool:
         """Take a message back if none of it was sent; whether that was so."""
@@ -226,6 +230,7 @@ class Sender:
         )
         message.is_started = True
         message.sent = offset + length
+        self.sent_bytes += len(head) + len(meta) + length
         if len(message.parts) == 1:
             view = (
                 message.parts[0] if length == message.total else memoryview(message.parts[0])[offset : offset + length]
