@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 def serve(
     *,
     models: Annotated[
-        Path, typer.Argument(help="A folder of model folders, each with a model.toml.", metavar="FOLDER")
-    ],
+        Path | None,
+        typer.Argument(help="A folder of model folders, each with a model.toml.", metavar="FOLDER", show_default=False),
+    ] = None,
     grpc: Annotated[str, typer.Option(help="Address of the gRPC door; port 0: any; none: closed.")] = "127.0.0.1:8001",
     http: Annotated[str, typer.Option(help="Address of the REST door; port 0: any; none: closed.")] = "127.0.0.1:8000",
     node: Annotated[
         str,
         typer.Option("--node", "--worker", help="Address of the data-plane door, for dispatchers; none: closed."),
     ] = "none",
+    nodes: Annotated[
+        str | None, typer.Option(help="HOST:PORT,... of nodes that have the models, instead of FOLDER.")
+    ] = None,
     max_message: Annotated[str, typer.Option(help="Largest request and answer.")] = "256 MiB",
     drain: Annotated[str, typer.Option(help="How long requests may finish after SIGTERM.")] = "30 s",
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")] = None,
@@ -48,7 +52,8 @@ def serve(
 ) -> None:
     """Serve models over gRPC (Open Inference Protocol v2) and REST until SIGTERM or Ctrl-C.
 
-    With --node the models are a node's: `wirespeed infer --nodes` on another host spreads a data set over many of them.
+    With --node the models are a node's: `wirespeed infer --nodes` on another host spreads a data set over many of them,
+    and `wirespeed serve --nodes` requests.
 
     A token in WIRESPEED_TOKEN is asked of every client ("authorization: Bearer TOKEN"); it, or client certificates, are
     needed on an address beyond loopback.
@@ -61,16 +66,22 @@ def serve(
 
       WIRESPEED_TOKEN=$(cat token) wirespeed serve models/ --node 0.0.0.0:7000 --grpc none --http none
 
+      wirespeed serve --nodes h1:7000,h2:7000
+
       curl localhost:8000/v2/models/NAME
     """
+    from wirespeed.errors import UsageError
     from wirespeed.serve.server import ServeOptions
     from wirespeed.serve.service import run_service
     from wirespeed.wire.security import Security
 
+    if (models is None) == (nodes is None):
+        raise UsageError("got a folder and --nodes" if models else "got no models", expected="FOLDER, or --nodes")
     options = ServeOptions(
         grpc_address=None if grpc == "none" else grpc,
         http_address=None if http == "none" else http,
         node_address=None if node == "none" else node,
+        nodes=tuple(address.strip() for address in nodes.split(",")) if nodes else (),
         security=Security(
             token=os.environ.get("WIRESPEED_TOKEN") or None,
             certificate=certificate,

@@ -26,7 +26,10 @@ from wirespeed.serve.doors import Desk
 from wirespeed.serve.grpc_v2 import PREDICT_SERVICE, SERVICE, GrpcDoor
 from wirespeed.serve.http import HttpDoor
 from wirespeed.serve.node import NodeDoor
+from wirespeed.serve.node_link import NodeLink
 from wirespeed.serve.repository import ModelRepository
+from wirespeed.serve.routed import RoutedRepository
+from wirespeed.serve.router import Router
 from wirespeed.serve.shared_memory import SharedMemory
 from wirespeed.units import MIB
 from wirespeed.wire.security import Security
@@ -45,6 +48,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     grpc_address: str | None = "127.0.0.1:8001"
     http_address: str | None = "127.0.0.1:8000"
     node_address: str | None = None
+    nodes: tuple[str, ...] = ()
+    """Where the models run, if not here."""
     security: Security = Security()
     max_message_bytes: int = 256 * MIB
     max_connections: int = 16384
@@ -70,7 +75,7 @@ class InferenceServer:
         self, folder: Path | None, options: ServeOptions, *, on_news: Callable[[str], None] = lambda _: None
     ) -> None:
         self.options = options
-        self.models = ModelRepository(folder, on_news=on_news)
+        self.models = _repository(folder, options, on_news)
         self.memory = SharedMemory(is_allowed=options.is_client_memory_allowed)
         self.desk = Desk(self.models, self.memory, server_name=options.server_name, token=options.security.token)
         self.grpc_address = ""
@@ -226,3 +231,13 @@ class InferenceServer:
         await server.startup(sockets=[sock])
         await server.main_loop()
         await server.shutdown(sockets=[sock])
+
+
+def _repository(folder: Path | None, options: ServeOptions, on_news: Callable[[str], None]) -> ModelRepository:
+    if not options.nodes:
+        return ModelRepository(folder, on_news=on_news)
+
+    def make_router(on_change: Callable[[NodeLink], None]) -> Router:
+        return Router(options.nodes, security=options.security, on_news=on_news, on_change=on_change)
+
+    return RoutedRepository(make_router)

@@ -12,7 +12,7 @@ from wirespeed.wire.loops import new_event_loop
 
 
 def run_service(
-    folder: Path,
+    folder: Path | None,
     options: ServeOptions,
     *,
     when_open: Callable[[InferenceServer], None],
@@ -24,7 +24,7 @@ def run_service(
 
 
 async def _serve(
-    folder: Path,
+    folder: Path | None,
     options: ServeOptions,
     when_open: Callable[[InferenceServer], None],
     on_news: Callable[[str], None],
