@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from wirespeed import wire
-from wirespeed.errors import PeerFailure, UsageError, WirespeedError
+from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
 from wirespeed.infer.columns import Row
 from wirespeed.infer.crew import Crew, JobModel, Member
 from wirespeed.infer.inputs import Item
@@ -27,7 +27,7 @@ from wirespeed.infer.reading import Loaded, ReadBounds, Reader
 from wirespeed.infer.results import Results, identity_of
 from wirespeed.infer.schedule import Bounds, Chunk, Schedule
 from wirespeed.serve.node import ScatterResult
-from wirespeed.serve.status import Reason
+from wirespeed.serve.status import Reason, RequestFailed
 from wirespeed.serve.tensors import to_array
 
 _TICK_S = 0.02
@@ -308,8 +308,9 @@ class Job:
             self._again(index)
         elif reason in (Reason.UNAVAILABLE, Reason.DEADLINE, Reason.CANCELLED):
             count = self._failures[index] = self._failures.get(index, 0) + 1
-            if count >= _MAX_FAILURES:
-                self._give_up(index, f"no answer in {count} tries: {text}")
+            # UNAVAILABLE: the model's worker died under it, and once more when it was alone.
+            if count >= (min(2, len(self._crew.members())) if reason is Reason.UNAVAILABLE else _MAX_FAILURES):
+                self._give_up(index, text if count == 1 else f"no answer in {count} tries: {text}")
             else:
                 self._again(index)
         else:
@@ -321,9 +322,14 @@ class Job:
             fault.is_retriable or fault.status in (wire.Status.DEADLINE, wire.Status.CANCELLED)
         )
         if not is_retriable:
-            # The node answered with something that is not an answer, or refused the call as wrong.
+            # The node refused the call as wrong, it cannot be sent at all, or the answer is none.
+            reason = Reason.FAILED
+            if isinstance(fault, RequestFailed):
+                reason = fault.reason
+            elif isinstance(fault, DataError):
+                reason = Reason.UNAVAILABLE
             for index in chunk.indices:
-                self._failed(member, index, Reason.UNAVAILABLE, str(fault))
+                self._failed(member, index, reason, str(fault))
             return
         assert isinstance(fault, wire.CallFailed)
         if fault.status is wire.Status.EXHAUSTED:

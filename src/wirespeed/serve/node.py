@@ -74,7 +74,7 @@ async def scatter(
                 futures.append(model.infer(request))
             except RequestFailed as fault:
                 futures.append(None)
-                failures.append((place, fault.reason, str(fault)))
+                failures.append((place, _not_run(fault), str(fault)))
         running = [future for future in futures if future is not None]
         if running:
             await asyncio.wait(running)
@@ -105,6 +105,11 @@ async def scatter(
         except DataError as fault:
             failures += [(place, Reason.FAILED, str(fault)) for place in places]
     return ScatterResult(groups, failures)
+
+
+def _not_run(fault: RequestFailed) -> Reason:
+    """The reason of a refusal at once: a model that is not up did not run the request, so that it may go elsewhere."""
+    return Reason.EXHAUSTED if fault.reason is Reason.UNAVAILABLE else fault.reason
 
 
 def _join(tensors: Sequence[Tensor], *, is_batching: bool) -> Tensor:
@@ -184,7 +189,11 @@ class NodeDoor:
                 priority=head.priority,
                 deadline_s=request.deadline_s,
             )
-            answer = await self._models.get(head.model, head.version).infer(wanted)
+            running = self._models.get(head.model, head.version).infer(wanted)
+        except RequestFailed as fault:
+            return wire.Answer(meta=encode_meta(InferAnswer([], (_not_run(fault).name, str(fault)[:_MAX_TEXT]))))
+        try:
+            answer = await running
         except RequestFailed as fault:
             return wire.Answer(meta=encode_meta(InferAnswer([], (fault.reason.name, str(fault)[:_MAX_TEXT]))))
         placed, parts = place_tensors(answer)
@@ -198,7 +207,7 @@ class NodeDoor:
             model = self._models.get(head.model, head.version)
             result = await scatter(model, blobs, encoding=head.encoding, deadline_s=request.deadline_s)
         except RequestFailed as fault:
-            result = ScatterResult([], [(place, fault.reason, str(fault)) for place in range(len(blobs))])
+            result = ScatterResult([], [(place, _not_run(fault), str(fault)) for place in range(len(blobs))])
         except WirespeedError as fault:
             result = ScatterResult([], [(place, Reason.INVALID, str(fault)) for place in range(len(blobs))])
         groups: list[Group] = []

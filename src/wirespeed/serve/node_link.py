@@ -107,8 +107,14 @@ class NodeLink:
 
     @property
     def is_usable(self) -> bool:
-        """Whether a new call has a chance."""
-        return self.state in (NodeState.UP, NodeState.SUSPECT) and self._data is not None and self._data.is_usable
+        """Whether a new call has a chance: it is up, and so are its models."""
+        return (
+            self.state in (NodeState.UP, NodeState.SUSPECT)
+            and self._data is not None
+            and self._data.is_usable
+            and self.beat is not None
+            and self.beat.is_ready
+        )
 
     @property
     def management_bytes(self) -> int:
@@ -145,8 +151,8 @@ class NodeLink:
     ) -> asyncio.Future[ScatterResult]:
         """Send blobs (encoded images) to be run, each as a request of its own.
 
-        The future raises CallFailed where the node was lost or refused the call; ``status.is_retriable`` says whether
-        another may take it.
+        The future raises CallFailed: UNAVAILABLE where the node was lost while it may have run them, EXHAUSTED where it
+        never had them; and UsageError for what can never be sent.
         """
         parts: list[Buffer] = []
         for blob in blobs:
@@ -174,12 +180,16 @@ class NodeLink:
         read: Callable[[wire.Reply], _T],
     ) -> asyncio.Future[_T]:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        if self._data is None:
-            future.set_exception(wire.CallFailed(f"{self.address} is {self.state.value}: {self.reason}"))
-            return future
         try:
+            if self._data is None:
+                raise wire.CallFailed(f"{self.address} is {self.state.value}: {self.reason}")
             call = self._data.call_soon(method, parts, meta=meta, timeout_s=timeout_s)
-        except (wire.CallFailed, UsageError) as fault:
+        except wire.CallFailed as fault:
+            # Nothing was sent: not as where it was lost under way.
+            status = wire.Status.EXHAUSTED if fault.status is wire.Status.UNAVAILABLE else fault.status
+            future.set_exception(wire.CallFailed(str(fault), status=status))
+            return future
+        except UsageError as fault:
             future.set_exception(fault)
             return future
         self.num_under_way += weight
@@ -285,8 +295,6 @@ class NodeLink:
             self._management_bytes += beats.received_bytes + beats.sent_bytes
         for connection in (data, beats):
             if connection is not None:
-                if connection.closed.done() and not connection.closed.cancelled():
-                    connection.closed.result()
                 reason = wire.CallFailed(str(fault)) if fault is not None else None
                 connection.abort(reason)
         if fault is not None:

@@ -15,7 +15,6 @@ from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
 from wirespeed.wire.endpoint import Endpoint, message_cost
 from wirespeed.wire.frames import MAX_META_BYTES, Header, Kind
 from wirespeed.wire.handshake import Welcome, client_proof, decode_hello, encode, server_proof
-from wirespeed.wire.limits import SMALL_BYTES
 from wirespeed.wire.reader import Payload, Placement
 from wirespeed.wire.security import is_proof
 from wirespeed.wire.sender import Buffer, Outgoing, Sender, as_parts
@@ -244,7 +243,7 @@ class ServerConnection(Endpoint):
         if self.is_closed or self._sender is None:
             return
         stream = header.stream
-        if total <= SMALL_BYTES and self._sender.send_small(kind, status, stream, meta, parts, total, 0):
+        if self._sender.send_now(kind, status, stream, meta, parts, total, 0):
             self._consumed(header)
             return
 

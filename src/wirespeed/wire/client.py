@@ -27,7 +27,7 @@ from wirespeed.wire.handshake import (
     encode,
     server_proof,
 )
-from wirespeed.wire.limits import SMALL_BYTES, Limits
+from wirespeed.wire.limits import Limits
 from wirespeed.wire.reader import Payload, Placement
 from wirespeed.wire.security import NONCE_BYTES, Security, is_proof
 from wirespeed.wire.sender import Outgoing, Sender, as_parts
@@ -52,7 +52,7 @@ class Reply:
 
 
 class _Call:
-    __slots__ = ("deadline_s", "future", "into", "outgoing", "timeout_s")
+    __slots__ = ("deadline_s", "future", "into", "is_placed", "outgoing", "timeout_s")
 
     def __init__(
         self,
@@ -67,6 +67,8 @@ class _Call:
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
         self.into = into
+        self.is_placed = False
+        """Whether the reply is being received into ``into``."""
 
 
 class Connection(Endpoint):
@@ -164,7 +166,7 @@ class Connection(Endpoint):
         sender = self._sender
         assert sender is not None
         outgoing: Outgoing | None = None
-        if total > SMALL_BYTES or not sender.send_small(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms):
+        if not sender.send_now(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms):
             outgoing = Outgoing(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms)
             sender.submit(outgoing)
         self._calls[stream] = _Call(future, outgoing, timeout_s, self._loop.time() + timeout_s, into)
@@ -190,7 +192,7 @@ class Connection(Endpoint):
             self._owe(message_cost(header))
             call = self._calls.pop(header.stream, None)
             if call is not None and not call.future.done() and payload is not None:
-                if call.into is not None and type(payload) is bytes and len(payload) <= len(call.into):
+                if call.into is not None and not call.is_placed and len(payload) <= len(call.into):
                     view = call.into[: len(payload)]
                     view[:] = payload
                     payload = view
@@ -213,6 +215,7 @@ class Connection(Endpoint):
         if call is None or call.future.done():
             return Placement.DROP
         if call.into is not None and header.total <= len(call.into):
+            call.is_placed = True
             return call.into[: header.total]
         return self._pool.take(header.total)
 

@@ -122,18 +122,28 @@ class Sender:
         else:
             self._start(message)
 
-    def send_small(  # noqa: PLR0917 - runs once per message
+    def send_now(  # noqa: PLR0917 - runs once per message
         self, kind: int, code: int, stream: int, meta: bytes, parts: Sequence[Buffer], total: int, extra: int
     ) -> bool:
-        """Send a message of at most SMALL_BYTES now, if credit allows; False: ``submit`` it.
+        """Send a message of one frame now, if credit, turns and the transport allow; False: ``submit`` it.
 
-        For the many small ones.
+        For most messages: it saves what ``submit`` keeps about one that has to wait.
         """
         cost = total + len(meta) + MESSAGE_OVERHEAD_BYTES
         if self._waiting or cost > self._credit_bytes:
             return False
+        if total <= SMALL_BYTES:
+            self._credit_bytes -= cost
+            self._write_small(pack_header(kind, code, len(meta), stream, total, 0, total, extra), meta, parts)
+            return True
+        if total > self._chunk_bytes or self._turns or self._is_paused:
+            return False
         self._credit_bytes -= cost
-        self._write_small(pack_header(kind, code, len(meta), stream, total, 0, total, extra), meta, parts)
+        if self._small:
+            self.flush()
+        head = pack_header(kind, code, len(meta), stream, total, 0, total, extra)
+        self.sent_bytes += len(head) + len(meta) + total
+        self._transport.writelines((head + meta, *parts))
         return True
 
     def write_control(self, frame: bytes) -> None:
