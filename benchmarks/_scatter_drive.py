@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _scatter_node import DIMENSIONS, SERVICE, UNLIMITED, feature_of, join
 
+from _scatter_node import DIMENSIONS, SERVICE, UNLIMITED, feature_of, join
 from wirespeed import wire
 
 PORTS = {"wire": 7000, "grpc": 7001, "rest": 7002, "sink": 7003}
@@ -119,8 +119,7 @@ def goodput(addresses: list[str], num_bytes: int) -> float:
             left = share
             while left:
                 left -= stream.send(block[: min(left, len(block))])
-            if stream.recv(1) != b".":
-                raise AssertionError("the sink did not get every byte")
+            assert stream.recv(1) == b".", "the sink did not get every byte"
         except BaseException as fault:
             faults.append(fault)
 
@@ -184,7 +183,9 @@ async def drive(order: dict[str, Any]) -> dict[str, Any]:
                     runs[arm].append(took_s)
                     print(f"  {arm}: {took_s:.3f} s", file=sys.stderr, flush=True)
             if round_ >= 0:
-                rates.append(await asyncio.get_running_loop().run_in_executor(None, goodput, addresses, min(total, 10**8)))
+                rates.append(
+                    await asyncio.get_running_loop().run_in_executor(None, goodput, addresses, min(total, 10**8))
+                )
     for channel in channels:
         await channel.close()
     return {"runs": runs, "goodput_bytes_per_s": rates, "total_bytes": total, "management_bytes": management}

@@ -30,7 +30,9 @@ DIMENSIONS = 512
 
 def feature_of(image: bytes | memoryview) -> np.ndarray[Any, Any]:
     """512 numbers that follow from the whole image, cheaply: a checksum, stretched."""
-    return np.full(DIMENSIONS, zlib.crc32(image), np.uint32).astype(np.float32) + np.arange(DIMENSIONS, dtype=np.float32)
+    return np.full(DIMENSIONS, zlib.crc32(image), np.uint32).astype(np.float32) + np.arange(
+        DIMENSIONS, dtype=np.float32
+    )
 
 
 def work(images: list[Any], image_s: float) -> bytes:
@@ -83,10 +85,14 @@ async def serve_rest(address: str, image_s: float) -> None:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
-            size = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+            size = next(
+                int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+            )
             body = await reader.readexactly(size)
             said = await loop.run_in_executor(pool, answer, body)
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(said) + said
+            )
             await writer.drain()
 
     async def quietly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

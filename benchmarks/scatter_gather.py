@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from _harness import RESULTS, Bar, finish
 from _scatter_drive import PORTS
-
 from wirespeed.lab import Lab, LabSpec
 
 TOKEN = "benchmark-of-scatter-and-gather"
@@ -128,7 +127,17 @@ def drive(lab: Lab, case: Case, folder: Path, paths: list[str], image_s: float) 
         for kind in ("grpc", "rest", "sink"):
             command = [sys.executable, node, kind, f"{host.address}:{PORTS[kind]}", str(image_s)]
             servers.append(lab.popen(host.name, command, env=env, stdout=subprocess.PIPE))
-        command = [sys.executable, "-m", "wirespeed", "serve", str(folder / "models"), "--grpc", "none", "--http", "none"]
+        command = [
+            sys.executable,
+            "-m",
+            "wirespeed",
+            "serve",
+            str(folder / "models"),
+            "--grpc",
+            "none",
+            "--http",
+            "none",
+        ]
         command += ["--node", f"{host.address}:{PORTS['wire']}", "--json"]
         servers.append(lab.popen(host.name, command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
     for server in servers:
@@ -198,10 +207,10 @@ def main() -> int:
     results: dict[str, Any] = {}
     if not args.quick and args.out is None and held.is_file():
         results = json.loads(held.read_text()).get("results", {})
-    for name, case in chosen.items():
-        if args.rounds is not None:
-            case = case._replace(rounds=args.rounds)
-        print(f"{name}: {case.nodes} nodes at {case.rate}, {case.images} images of {case.image_bytes} B", file=sys.stderr)
+    for name, given in chosen.items():
+        case = given if args.rounds is None else given._replace(rounds=args.rounds)
+        what = f"{case.nodes} nodes at {case.rate}, {case.images} images of {case.image_bytes} B"
+        print(f"{name}: {what}", file=sys.stderr)
         results[name] = summarize(case, run_case(case))
         for arm, median_s in results[name]["median_s"].items():
             print(f"  {arm:>22} {median_s:8.3f} s", file=sys.stderr)

@@ -1,9 +1,9 @@
 """A long run at 70 % of what the server can do: no error, and no memory that grows.
 
-`wirespeed serve --nodes` in front of two nodes, so that doors, routing, data plane, batching and workers all take part.
-The rate is 70 % of what closed-loop callers reached just before, as a Poisson process. Memory (resident, of every process
-of ours) is read every few seconds; growth is the median of the last quarter over the median of the second: the first one
-warms up.
+`wirespeed serve --nodes` in front of two nodes, so that doors, routing, data plane, batching and workers take part.
+The rate is 70 % of what closed-loop callers reached just before, as a Poisson process. Memory (resident, of every
+process of ours) is read every few seconds; growth is the median of the last quarter over the median of the second: the
+first one warms up.
 
     python benchmarks/soak.py --check                # 10 minutes
     python benchmarks/soak.py --seconds 120 --check
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _harness import Bar, finish
 
+from _harness import Bar, finish
 from wirespeed import wire
 from wirespeed.measure.load import LoadReport, closed_loop, open_loop
 from wirespeed.serve.load_targets import open_target
@@ -67,7 +67,9 @@ def resident_bytes(processes: list[subprocess.Popen[str]]) -> int:
     return sum(process.memory_info().rss for process in every)
 
 
-async def drive(url: str, seconds: float, processes: list[subprocess.Popen[str]]) -> tuple[LoadReport, LoadReport, list[int]]:
+async def drive(
+    url: str, seconds: float, processes: list[subprocess.Popen[str]]
+) -> tuple[LoadReport, LoadReport, list[int]]:
     memory: list[int] = []
 
     async def watch() -> None:

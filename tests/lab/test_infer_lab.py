@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infer_models import check_results, make_images, make_model
 from lab_tools import python, wait_until
 
+from infer_models import check_results, make_images, make_model
 from wirespeed.lab import Lab, LabSpec
 
 ENV = {"WIRESPEED_TOKEN": "a-token-of-enough-length"}
@@ -26,7 +26,9 @@ def nodes_in(lab: Lab, models: Path) -> Iterator[list[str]]:
         address = f"{host.address}:7000"
         serve = [sys.executable, "-m", "wirespeed", "serve", str(models), "--grpc", "none", "--http", "none", "--json"]
         processes.append(
-            lab.popen(host.name, [*serve, "--node", address], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            lab.popen(
+                host.name, [*serve, "--node", address], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
         )
         addresses.append(address)
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+
 from infer_models import Node, check_results, make_images, make_model
 
 TOKEN = "a-token-of-enough-length"
@@ -33,9 +34,16 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "wirespeed", "infer", *map(str, arguments)]
 
 
-def infer(*arguments: object, env: dict[str, str] | None = None, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+def infer(
+    *arguments: object, env: dict[str, str] | None = None, timeout: float = 90
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})}, check=False
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **(env or {})},
+        check=False,
     )
 
 
@@ -84,7 +92,9 @@ def test_nodes_share_the_inputs_and_each_comes_back_once(tmp_path: Path) -> None
         assert all(count > 50 for count in told["per_node"].values())
         assert told["management_bytes"] < 1024 * 3 * (told["seconds"] + 2)
         for encoding, kind in (("fp16", "halffloat"), ("int8", "int8")):
-            done = infer(tmp_path / "images", *over(nodes), "--out", out, "--features", encoding, "--overwrite", env=env)
+            done = infer(
+                tmp_path / "images", *over(nodes), "--out", out, "--features", encoding, "--overwrite", env=env
+            )
             assert done.returncode == 1, done.stderr
             table = pq.read_table(out)
             assert str(table.schema.field("features").type.value_type) == kind
@@ -144,7 +154,9 @@ def test_a_dispatcher_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> No
         partial = tmp_path / "r.parquet.partial"
         for least, number in ((20_000, signal.SIGKILL), (60_000, signal.SIGTERM)):
             job = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            wait_for(lambda least=least: partial.exists() and partial.stat().st_size > least, "some results are written")
+            wait_for(
+                lambda least=least: partial.exists() and partial.stat().st_size > least, "some results are written"
+            )
             job.send_signal(number)
             _, stderr = job.communicate(timeout=30)
             assert not out.exists()
@@ -174,7 +186,9 @@ def test_without_any_node_left_the_job_ends_and_says_how_to_go_on(tmp_path: Path
     with nodes_of(tmp_path / "models") as nodes:
         out = tmp_path / "r.parquet"
         job = subprocess.Popen(
-            command(tmp_path / "images", *over(nodes), "--out", out, "--patience", "500 ms"), stderr=subprocess.PIPE, text=True
+            command(tmp_path / "images", *over(nodes), "--out", out, "--patience", "500 ms"),
+            stderr=subprocess.PIPE,
+            text=True,
         )
         partial = tmp_path / "r.parquet.partial"
         wait_for(lambda: partial.exists() and partial.stat().st_size > 5_000, "some results are written")
@@ -191,7 +205,10 @@ def test_a_drained_node_finishes_what_it_has(tmp_path: Path) -> None:
     with nodes_of(*[tmp_path / "models"] * 2) as nodes:
         out = tmp_path / "r.parquet"
         job = subprocess.Popen(
-            command(tmp_path / "images", *over(nodes), "--out", out), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+            command(tmp_path / "images", *over(nodes), "--out", out),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
         )
         partial = tmp_path / "r.parquet.partial"
         wait_for(lambda: partial.exists() and partial.stat().st_size > 10_000, "some results are written")
@@ -214,7 +231,9 @@ def test_a_full_disk_ends_the_job_and_keeps_what_is_done(tmp_path: Path) -> None
     space = tmp_path / "space"
     space.mkdir()
     probe = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", FULL, "sh", str(space), "true"], capture_output=True, check=False
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", FULL, "sh", str(space), "true"],
+        capture_output=True,
+        check=False,
     )
     if probe.returncode != 0:
         pytest.skip("no right to mount a small disk")

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from infer_models import Node, expected_features, make_model
 
+from infer_models import Node, expected_features, make_model
 from wirespeed import wire
 from wirespeed.errors import PeerFailure
 from wirespeed.serve.client import InferenceClient
-from wirespeed.serve.heartbeat import decode_beat
+from wirespeed.serve.heartbeat import Beat, decode_beat
 from wirespeed.serve.node_link import LinkTimes, NodeLink, NodeState
 from wirespeed.serve.requests import InferRequest
 from wirespeed.serve.router import Router, expected_wait_s
@@ -83,7 +83,10 @@ def test_a_killed_node_is_out_at_once_and_a_stopped_one_within_three_seconds(tmp
         await router.open()
         first, second, third = router.links
         try:
-            calls = [asyncio.ensure_future(router.infer("digest", "", request_of(bytes([i])), timeout_s=30)) for i in range(9)]
+            calls = [
+                asyncio.ensure_future(router.infer("digest", "", request_of(bytes([i])), timeout_s=30))
+                for i in range(9)
+            ]
             await asyncio.sleep(0.2)
             nodes[0].process.kill()
             nodes[1].process.send_signal(signal.SIGSTOP)
@@ -91,7 +94,9 @@ def test_a_killed_node_is_out_at_once_and_a_stopped_one_within_three_seconds(tmp
             assert await wait_state(second, NodeState.LOST, 3.0) < 3.0
             assert second.was_silent
             answers = await asyncio.gather(*calls)  # each ran, or ran once more elsewhere
-            assert [to_array(answer[0]).tolist() for answer in answers] == [[expected_features(bytes([i]))] for i in range(9)]
+            assert [to_array(answer[0]).tolist() for answer in answers] == [
+                [expected_features(bytes([i]))] for i in range(9)
+            ]
             assert router.num_retried > 0
             nodes[1].process.send_signal(signal.SIGCONT)
             await wait_state(second, NodeState.UP, 10.0)
@@ -163,15 +168,17 @@ def test_malformed_calls_are_refused_and_the_node_goes_on(tmp_path: Path) -> Non
     async def main(node: Node) -> None:
         async with await wire.connect(node.address) as connection:
             rng = np.random.default_rng(7)
+            statuses = set()
             for method in ("infer", "scatter", "beat"):
                 for _ in range(60):
                     meta, payload = rng.bytes(int(rng.integers(0, 60))), rng.bytes(int(rng.integers(0, 200)))
                     try:
                         reply = await connection.call(method, payload, meta=meta, timeout_s=5)
                     except wire.CallFailed as fault:
-                        assert fault.status is wire.Status.INVALID, fault
+                        statuses.add(fault.status)
                     else:
                         assert method == "beat", (meta, reply.payload)
+            assert statuses == {wire.Status.INVALID}
             decode_beat((await connection.call("beat", bytes(4), timeout_s=5)).payload)
         link = NodeLink(node.address, security=wire.Security())
         link.start()
@@ -189,7 +196,7 @@ def test_a_peer_that_is_no_node_is_named(tmp_path: Path) -> None:
     async def main() -> None:
         async with await wire.listen("127.0.0.1:0", {"other": lambda request: b""}) as server:
             router = Router([server.address], security=wire.Security(), times=LinkTimes(connect_s=1.0))
-            with pytest.raises(PeerFailure, match="none of 1 nodes answers.*describe"):
+            with pytest.raises(PeerFailure, match=r"none of 1 nodes answers.*describe"):
                 await router.open(timeout_s=0.5)
 
     wire.run(main())
@@ -202,9 +209,7 @@ def test_the_expected_wait_counts_others_by_the_beat_and_ours_by_ourselves() -> 
     assert expected_wait_s(3, 0, None) == pytest.approx(0.003)
 
 
-def decode_beat_of(*, queued: int, in_flight: int, instances: int, row_s: float):  # noqa: ANN201
-    from wirespeed.serve.heartbeat import Beat
-
+def decode_beat_of(*, queued: int, in_flight: int, instances: int, row_s: float) -> Beat:
     return Beat(
         number=1, boot=1, is_ready=True, is_draining=False, queued=queued, in_flight=in_flight, latency_s=0.0,
         compute_s_per_row=row_s, rows=1, memory_used_bytes=0, memory_bytes=0, instances=instances, device_use=None,

@@ -150,7 +150,11 @@ except Exception as fault:
 def test_where_the_disk_takes_no_more_what_is_written_stays_whole(tmp_path: Path) -> None:
     out = tmp_path / "r.parquet"
     done = subprocess.run(
-        [sys.executable, "-c", FILL, str(out), str(Path(__file__).parent)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", FILL, str(out), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     told, count = done.stdout.splitlines()
     assert told.startswith("MissingCapability cannot write")

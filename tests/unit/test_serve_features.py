@@ -35,7 +35,9 @@ def test_what_comes_out_is_described_before_it_does() -> None:
 
 def test_int8_is_off_by_at_most_half_a_step_and_keeps_zero_rows() -> None:
     rng = np.random.default_rng(5)
-    features = rng.standard_normal((6, 512)).astype(np.float32) * np.array([[1e-6], [1], [1e6], [0], [3], [7]], np.float32)
+    features = rng.standard_normal((6, 512)).astype(np.float32) * np.array(
+        [[1e-6], [1], [1e6], [0], [3], [7]], np.float32
+    )
     coded, scales = encode_features([from_array("features", features)], ("features",), "int8")
     back = to_array(coded).astype(np.float32) * to_array(scales)[:, None]
     step = np.abs(features).max(axis=1) / 127

@@ -31,12 +31,11 @@ def infer(
         list[str],
         typer.Argument(help="Files, folders, globs, tar archives (WebDataset), @LIST.", metavar="INPUT..."),
     ],
-    model: Annotated[
-        str, typer.Option(help="A model's folder to run it here; with --nodes, its name there.")
-    ] = "",
+    model: Annotated[str, typer.Option(help="A model's folder to run it here; with --nodes, its name there.")] = "",
     out: Annotated[Path, typer.Option(help="The Parquet file to write.")] = Path("results.parquet"),
     nodes: Annotated[
-        str | None, typer.Option("--nodes", "--workers", help="HOST:PORT,... of `wirespeed serve FOLDER --node ADDRESS`.")
+        str | None,
+        typer.Option("--nodes", "--workers", help="HOST:PORT,... of `wirespeed serve FOLDER --node ADDRESS`."),
     ] = None,
     features: Annotated[str, typer.Option(help="How features travel and are written: fp32, fp16 or int8.")] = "fp32",
     restart: Annotated[bool, typer.Option("--restart", help="Forget what an unfinished run has done.")] = False,

@@ -52,7 +52,7 @@ def serve(
 ) -> None:
     """Serve models over gRPC (Open Inference Protocol v2) and REST until SIGTERM or Ctrl-C.
 
-    With --node the models are a node's: `wirespeed infer --nodes` on another host spreads a data set over many of them,
+    With --node the models are a node's: `wirespeed infer --nodes` on another host spreads a data set over many nodes,
     and `wirespeed serve --nodes` requests.
 
     A token in WIRESPEED_TOKEN is asked of every client ("authorization: Bearer TOKEN"); it, or client certificates, are
@@ -98,10 +98,9 @@ def serve(
 
     def when_open(server: InferenceServer) -> None:
         names = sorted(server.models.models)
-        say(
-            f"serving {', '.join(names)}: gRPC {server.grpc_address or 'closed'}, REST {server.http_address or 'closed'}"
-            + (f", node {server.node_address}" if server.node_address else "")
-        )
+        open_doors = {"gRPC": server.grpc_address, "REST": server.http_address, "node": server.node_address}
+        told = ", ".join(f"{door} {address or 'closed'}" for door, address in open_doors.items())
+        say(f"serving {', '.join(names)}: {told}")
         if as_json:
             doors = {"grpc": server.grpc_address, "http": server.http_address, "node": server.node_address}
             print_json({"schema": 1, "kind": "serving", **doors, "models": names})

@@ -119,11 +119,7 @@ class RemoteCrew:
         await self.router.open(timeout_s=self._connect_s)
         try:
             name = self._name or self._only_name()
-            found = self.router.described(name)
-            if found is None:
-                names = sorted({held for link in self.router.usable() for held in link.models})
-                raise UsageError(f"no node has a model {name!r}", expected=", ".join(names) or "a model on the nodes")
-            self._model = _job_model(found.config, self._encoding)
+            self._model = _job_model(self._found(name), self._encoding)
         except BaseException:
             await self.router.close()
             raise
@@ -146,6 +142,13 @@ class RemoteCrew:
         """See Crew."""
         self._on_change = lambda: None
         await self.router.close()
+
+    def _found(self, name: str) -> ModelConfig:
+        found = self.router.described(name)
+        if found is None:
+            names = sorted({held for link in self.router.usable() for held in link.models})
+            raise UsageError(f"no node has a model {name!r}", expected=", ".join(names) or "a model on the nodes")
+        return found.config
 
     def _only_name(self) -> str:
         names = sorted({held for link in self.router.usable() for held in link.models})

@@ -1,4 +1,4 @@
-"""What a batch job reads: files, folders, globs, lists, tar archives and WebDataset shards, as one ordered list of items.
+"""What a batch job reads: files, folders, globs, lists, tar archives and WebDataset shards, as one list of items.
 
 The order is that of the arguments, sorted within each, so that two runs over the same files agree. An item is where its
 bytes lie, not the bytes: of an archive, its member's offset. Folders and archives give what looks like an image by its
@@ -21,7 +21,7 @@ from wirespeed.errors import DataError, UsageError
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".npy"))
 _OPENERS: dict[str, Callable[[str], object]] = {
-    ".tar": lambda path: open(path, "rb"),
+    ".tar": lambda path: Path(path).open("rb"),  # noqa: SIM115 - closed by whoever reads it
     ".tar.gz": gzip.open,
     ".tgz": gzip.open,
     ".tar.bz2": bz2.open,
@@ -66,7 +66,8 @@ def expand(given: Sequence[str]) -> Inputs:
             items.append(item)
         if not found:
             raise UsageError(
-                f"{text} holds no inputs", expected=f"files that end in {', '.join(sorted(SUFFIXES))}, or archives of them"
+                f"{text} holds no inputs",
+                expected=f"files that end in {', '.join(sorted(SUFFIXES))}, or archives of them",
             )
     if not items:
         raise UsageError("got no inputs", expected="files, folders, globs, @lists or tar archives")

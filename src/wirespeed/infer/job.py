@@ -1,10 +1,9 @@
-"""A batch job: inputs read ahead, scattered over whoever runs them, gathered in order, written so that a kill loses little.
+"""A batch job: inputs read ahead, scattered over whoever runs them, gathered in order, and written as it goes.
 
 Every input ends as exactly one row. It is sent again when the node that had it was lost, was full or gave no answer in
-time; when it failed in the model it is an error row at once, for the model is asked again only about inputs that may have
-been innocent. An input that was alone on three nodes in turn when their process died is an error row too: it is what
-killed them. The job goes on as long as somebody runs inputs; when nobody did for ``patience_s``, or the disk is full, it
-ends with an error that says how to go on, and what is done stays done.
+time; when it failed in the model it is an error row at once. An input that was alone on three nodes in turn when their
+process died is an error row too: it is what killed them. The job goes on as long as somebody runs inputs; when nobody
+did for ``patience_s``, or the disk is full, it ends with an error that says how to go on, and what is done stays done.
 """
 
 from __future__ import annotations
@@ -127,7 +126,9 @@ class Job:
         MissingCapability (the disk is full). Cancelling it writes what is done and lets the rest go.
         """
         if self._out.exists() and not self._options.overwrite:
-            raise UsageError(f"{self._out} exists", expected="a new file", hint="say --overwrite, or name another --out")
+            raise UsageError(
+                f"{self._out} exists", expected="a new file", hint="say --overwrite, or name another --out"
+            )
         try:
             model = await self._crew.open(self._pump_soon)
             try:

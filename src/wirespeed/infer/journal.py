@@ -1,16 +1,18 @@
-"""What a job has finished so far, in order, in one file beside the output: the reason that a job can go on after a kill.
+"""What a job has finished so far, in order, in one file beside the output, so that it can go on after a kill.
 
 Blocks of consecutive results are appended, each with its place, its length and a checksum. The last block of a job that
 was killed, or whose disk was full, may be torn: it is cut off, and its inputs are run again. A lock keeps a second
-dispatcher off the same output. What was appended survives the death of the process, not that of the machine: there is no
-fsync per block.
+dispatcher off the same output. What was appended survives the death of the process, not that of the machine: there is
+no fsync per block.
 
     header   "WSRJ", u32 version 1, u32 length, u32 CRC-32, JSON: what the job is
-    block    "BLK1", u64 place of its first result, u32 results, u32 errors among them, u64 length, u32 CRC-32, an Arrow record batch
+    block    "BLK1", u64 place of its first result, u32 results, u32 errors among them, u64 length, u32 CRC-32, an Arrow
+             record batch
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -97,10 +99,8 @@ class Journal:
             _write_all(self._handle, head, start)
             _write_all(self._handle, batch, start + len(head))
         except OSError as fault:
-            try:
+            with contextlib.suppress(OSError):  # a torn block is found, and cut off, by its checksum
                 os.ftruncate(self._handle, start)
-            except OSError:
-                pass  # the torn block is found, and cut off, by its checksum
             raise MissingCapability(
                 f"cannot write {self.path}: {fault.strerror}",
                 hint=f"{self.next_place} results are safe: free some space and run the same command again to go on",

@@ -46,7 +46,7 @@ def identity_of(
 
 
 class Results:
-    """The results of one job. ``open``, ``put`` and ``take`` in the event loop, ``write`` and ``finish`` in the writing thread."""
+    """The results of one job. ``open``, ``put``, ``take`` in the event loop, the rest in the writing thread."""
 
     def __init__(self, out: Path, outputs: Sequence[TensorSpec]) -> None:
         self.out = out

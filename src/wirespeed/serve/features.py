@@ -1,8 +1,8 @@
 """Feature vectors in fewer bytes: as fp16, or as int8 with one scale per row.
 
-int8 keeps round(x / s) with s = max|x| / 127 over the row, so an element is off by at most s / 2: for a vector of length
-1 in 512 dimensions that is a cosine of about 0.9999 to the exact one. Boxes and scores are not touched: half a pixel of
-a large image is more than fp16 can say.
+int8 keeps round(x / s) with s = max|x| / 127 over the row, so an element is off by at most s / 2: for a vector of
+length 1 in 512 dimensions that is a cosine of about 0.9999 to the exact one. Boxes and scores are not touched: half a
+pixel of a large image is more than fp16 can say.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def encoded_specs(outputs: Sequence[TensorSpec], encoding: str) -> tuple[TensorS
 
 
 def encode_features(tensors: Sequence[Tensor], names: Sequence[str], encoding: str) -> list[Tensor]:
-    """The tensors with the named ones encoded; their first dimension is rows. Raises DataError for int8 of no number."""
+    """The tensors with the named ones encoded; the first dimension is rows. Raises DataError for int8 of no number."""
     import numpy as np
 
     found: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The heartbeat of a node: how loaded it is, in one fixed frame of 56 bytes, once a second and sooner when that changes.
+"""The heartbeat of a node: how loaded it is, in a fixed frame of 56 bytes, once a second and sooner on change.
 
 A dispatcher asks for the next beat with the number of the last one it has; the answer is held back until there is a
 newer one. So a beat costs one small frame each way, and a node that says nothing for a second is either slow or gone.
@@ -103,7 +103,8 @@ def decode_beat(frame: bytes | memoryview) -> Beat:
         raise DataError(f"got a heartbeat that starts with {bytes(frame[:4]).hex(' ')}", expected="HB, version 1")
     if _CRC.unpack_from(frame, _FIELDS.size)[0] != zlib.crc32(frame[: _FIELDS.size]):
         raise DataError("got a heartbeat with a wrong checksum")
-    flags, number, boot, queued, in_flight, latency_us, compute_us, rows, used_kib, all_kib, instances, use = fields[2:14]
+    flags, number, boot, queued, in_flight, latency_us, compute_us, rows = fields[2:10]
+    used_kib, all_kib, instances, use = fields[10:14]
     return Beat(
         number=number,
         boot=boot,
@@ -173,7 +174,7 @@ def make_beat(  # noqa: PLR0917 - private to this module and its tests
 
 
 def is_news(told: Load, now: Load) -> bool:
-    """Whether a load differs enough from the one that was told to be told at once: twice or half, and not just a few."""
+    """Whether a load differs so much from the one that was told that it is told at once: twice or half."""
     before, after = told.queued + told.in_flight, now.queued + now.in_flight
     return abs(after - before) >= 8 and (after > 2 * before or before > 2 * after)
 

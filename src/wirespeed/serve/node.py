@@ -1,7 +1,7 @@
 """A node: this process's models behind the data plane, for dispatchers on other hosts.
 
-What a dispatcher may call stands in ``node_messages``. Every input of a ``scatter`` is a request of its own: the batcher
-joins what comes from all dispatchers, a wrong image fails alone, and a cancelled call takes its inputs out of the queue.
+What a dispatcher may call stands in ``node_messages``. Every input of a ``scatter`` is a request of its own: the
+batcher joins what comes from all dispatchers, a wrong image fails alone, and a cancelled call leaves the queue.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class NodeDoor:
         self._models = models
         self._is_draining = asyncio.Event() if is_draining is None else is_draining
         self._server: wire.Server | None = None
-        self.pulse = Pulse(lambda: models.models.values(), self._state)
+        self.pulse = Pulse(self._every_model, self._state)
 
     @property
     def address(self) -> str:
@@ -161,6 +161,9 @@ class NodeDoor:
     def begin_drain(self) -> None:
         """Say with the next heartbeat, and to every new call, that no new work is taken."""
         self._is_draining.set()
+
+    def _every_model(self) -> list[Model]:
+        return list(self._models.models.values())
 
     def _state(self) -> tuple[bool, bool]:
         models = self._models.models.values()

@@ -41,7 +41,6 @@ from wirespeed.serve.requests import InferRequest
 from wirespeed.serve.status import Reason, RequestFailed
 from wirespeed.serve.tensors import Buffer, Tensor
 
-
 _T = TypeVar("_T")
 
 
@@ -180,9 +179,11 @@ class NodeLink:
         read: Callable[[wire.Reply], _T],
     ) -> asyncio.Future[_T]:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        if self._data is None:
+            problem = f"{self.address} is {self.state.value}: {self.reason}"
+            future.set_exception(wire.CallFailed(problem, status=wire.Status.EXHAUSTED))
+            return future
         try:
-            if self._data is None:
-                raise wire.CallFailed(f"{self.address} is {self.state.value}: {self.reason}")
             call = self._data.call_soon(method, parts, meta=meta, timeout_s=timeout_s)
         except wire.CallFailed as fault:
             # Nothing was sent: not as where it was lost under way.
@@ -231,9 +232,7 @@ class NodeLink:
 
     async def _join(self) -> None:
         within = self._times.connect_s
-        self._beats = await wire.connect(
-            self.address, security=self._security, limits=self._limits, timeout_s=within
-        )
+        self._beats = await wire.connect(self.address, security=self._security, limits=self._limits, timeout_s=within)
         self._data = await wire.connect(self.address, security=self._security, limits=self._limits, timeout_s=within)
         reply = await self._data.call(DESCRIBE, timeout_s=within)
         self.models = {held.config.name: held for held in decode_models(reply.payload)}

@@ -1,4 +1,4 @@
-"""What dispatchers and nodes say over the data plane: the meta of each call, as msgpack arrays; bytes of tensors follow.
+"""What dispatchers and nodes say over the data plane: each call's meta, as msgpack arrays; bytes of tensors follow.
 
     describe  ->  every model of the node, with its configuration
     beat      ->  heartbeat.py

@@ -105,7 +105,7 @@ class RoutedRepository(ModelRepository):
 
     async def load(self, name: str, *, overrides: dict[str, Any] | None = None) -> None:
         """Not here."""
-        raise RequestFailed(f"model {name!r} is on other hosts", reason=Reason.UNIMPLEMENTED, hint="load it on its nodes")
+        raise RequestFailed(f"model {name!r} is on other hosts", reason=Reason.UNIMPLEMENTED, hint="load it there")
 
     async def unload(self, name: str) -> None:
         """Not here."""

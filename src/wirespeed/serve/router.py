@@ -113,7 +113,9 @@ class Router:
                 best, best_key = link, key
         return best
 
-    async def infer(self, model: str, version: str, request: InferRequest, *, timeout_s: float) -> list[Tensor]:
+    async def infer(  # noqa: PLR0912 - one place for all ways in which a node can fail to answer
+        self, model: str, version: str, request: InferRequest, *, timeout_s: float
+    ) -> list[Tensor]:
         """Run a request on some node. Raises RequestFailed with the node's reason, or UNAVAILABLE."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s

@@ -34,9 +34,7 @@ class Endpoint(asyncio.BufferedProtocol):
         self._owed_bytes = 0
         self._heard_s = self._loop.time()
         self._progress_s = self._heard_s
-        self._reader = FrameReader(
-            self, allowed=frozenset(), max_message_bytes=limits.max_message_bytes, pool=pool
-        )
+        self._reader = FrameReader(self, allowed=frozenset(), max_message_bytes=limits.max_message_bytes, pool=pool)
         self.closed: asyncio.Future[BaseException | None] = self._loop.create_future()
         """Resolved when the connection is over, with what ended it, or None where it was closed on purpose."""
 

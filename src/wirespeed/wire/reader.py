@@ -2,9 +2,9 @@
 
 The transport asks where to put bytes (``get_buffer``) and says how many came (``buffer_updated``). Small frames are cut
 out of a fixed scratch buffer. Where messages of medium size come, bytes go into an arena of the pool, and payloads are
-delivered as views of it: one system call per message and no copy but of what lies across an arena's end. Once the header
-of a large payload has been seen, the transport writes the rest of it where it belongs. Whoever owns the reader decides where that is, or that the message is to be dropped, or that reading
-has to wait for memory.
+delivered as views of it: one system call per message, and no copy but of what lies across an arena's end. Once the
+header of a large payload has been seen, the transport writes the rest of it where it belongs. Whoever owns the reader
+decides where that is, or that the message is to be dropped, or that reading has to wait for memory.
 """
 
 from __future__ import annotations
