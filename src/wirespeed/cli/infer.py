@@ -71,6 +71,7 @@ def infer(
     from wirespeed.infer.job import Job, JobOptions
     from wirespeed.infer.reading import ReadBounds
     from wirespeed.serve.features import ENCODINGS
+    from wirespeed.serve.node_addresses import parse_nodes
     from wirespeed.wire.loops import run
     from wirespeed.wire.security import Security
 
@@ -91,8 +92,7 @@ def infer(
     def make_crew() -> Crew:
         if nodes is None:
             return LocalCrew(Path(model), encoding=features, on_news=say)
-        addresses = [address.strip() for address in nodes.split(",") if address.strip()]
-        return RemoteCrew(addresses, model=model, encoding=features, security=security, on_news=say)
+        return RemoteCrew(parse_nodes(nodes), model=model, encoding=features, security=security, on_news=say)
 
     if nodes is None and not (model and (Path(model) / "model.toml").is_file()):
         raise UsageError(

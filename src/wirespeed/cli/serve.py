@@ -71,6 +71,7 @@ def serve(
       curl localhost:8000/v2/models/NAME
     """
     from wirespeed.errors import UsageError
+    from wirespeed.serve.node_addresses import parse_nodes
     from wirespeed.serve.server import ServeOptions
     from wirespeed.serve.service import run_service
     from wirespeed.wire.security import Security
@@ -81,7 +82,7 @@ def serve(
         grpc_address=None if grpc == "none" else grpc,
         http_address=None if http == "none" else http,
         node_address=None if node == "none" else node,
-        nodes=tuple(address.strip() for address in nodes.split(",")) if nodes else (),
+        nodes=parse_nodes(nodes) if nodes else (),
         security=Security(
             token=os.environ.get("WIRESPEED_TOKEN") or None,
             certificate=certificate,
