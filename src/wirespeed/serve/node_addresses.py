@@ -1,4 +1,4 @@
-"""The nodes that a command names: ``h1:7000,h2:7000``, ``node[01-64]:7000``, ``dns:NAME:7000``, or a file of such lines.
+"""The nodes that a command names: ``h1:7000,h2:7000``, ``node[01-64]:7000``, ``dns:NAME:7000``, or a file of those.
 
 ``dns:`` takes every address that a name has, as a headless service in Kubernetes gives one per pod. Names are looked up
 once, when the command starts: pods that come later are not known to it.
