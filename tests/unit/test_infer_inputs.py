@@ -33,8 +33,8 @@ def read_all(items: list[Item], *, start: int = 0, bounds: ReadBounds | None = N
     def take(batch: list[Loaded]) -> None:
         ready.wait(10)
         for loaded in batch:
-            assert loaded.index not in found
-            found[loaded.index] = loaded
+            assert loaded.place not in found
+            found[loaded.place] = loaded
             reader.release(len(loaded.data))
         reader.written(min(set(range(start, len(items) + 1)) - set(found)))
         if len(found) == len(items) - start:

@@ -23,7 +23,7 @@ _MAX_OPEN = 64
 class Loaded(NamedTuple):
     """An input's bytes, or why there are none."""
 
-    index: int
+    place: int
     data: bytes
     error: str | None = None
 

@@ -29,6 +29,7 @@ from wirespeed.units import KIB, MIB
 
 _CHUNK_S = 0.05
 _RECENT = 8
+"""A node's speed is that of about so many chunks."""
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +54,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 class Chunk:
     """Inputs on their way through one node. ``is_copy``: another node has them too."""
 
-    __slots__ = ("indices", "is_copied", "is_copy", "node", "num_bytes", "sent_s")
+    __slots__ = ("indices", "is_copied", "is_copy", "node", "num_bytes", "rows_ahead", "sent_s")
 
     def __init__(self, node: str, indices: list[int], num_bytes: int, sent_s: float, *, is_copy: bool = False) -> None:
         self.node = node
@@ -62,15 +63,18 @@ class Chunk:
         self.sent_s = sent_s
         self.is_copy = is_copy
         self.is_copied = False
+        self.rows_ahead = 0
+        """Inputs that its node had when it was sent, these included."""
 
 
 class _Node:
-    __slots__ = ("chunks", "finished", "least_s", "paused_until_s", "rows", "window_chunks")
+    __slots__ = ("chunks", "least_s", "num_finished", "paused_until_s", "rate_per_s", "rows", "window_chunks")
 
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
         self.rows = 0
-        self.finished: deque[tuple[float, int]] = deque(maxlen=_RECENT)
+        self.num_finished = 0
+        self.rate_per_s = 0.0
         self.least_s = math.inf
         self.paused_until_s = 0.0
         self.window_chunks = 2
@@ -80,12 +84,18 @@ class _Node:
         return sum(chunk.num_bytes for chunk in self.chunks)
 
     def rows_per_s(self) -> float | None:
-        """Over the last few chunks; None before there are three."""
-        if len(self.finished) < 3:
-            return None
-        took_s = self.finished[-1][0] - self.finished[0][0]
-        rows = sum(count for _, count in list(self.finished)[1:])
-        return rows / took_s if took_s > 0 else None
+        """None before two chunks have ended."""
+        return self.rate_per_s if self.num_finished >= 2 else None
+
+    def learn(self, chunk: Chunk, took_s: float) -> None:
+        """A node works off what it has in turn: what was there when the chunk was sent, in the time until it was done.
+
+        Not the gaps between answers: those of one batch come all at once.
+        """
+        rate_per_s = chunk.rows_ahead / max(took_s, 1e-6)
+        self.num_finished += 1
+        self.rate_per_s += (rate_per_s - self.rate_per_s) / min(self.num_finished, _RECENT)
+        self.least_s = min(self.least_s, took_s)
 
 
 class Schedule:
@@ -178,12 +188,8 @@ class Schedule:
         if has_answer:
             took_s = now_s - chunk.sent_s
             self._took_s.append(took_s)
-            node.least_s = min(node.least_s, took_s)
-            node.finished.append((now_s, len(chunk.indices)))
+            node.learn(chunk, took_s)
             node.window_chunks = min(64, node.window_chunks + 1)
-        if not node.chunks:
-            # An idle spell says nothing about its speed.
-            node.finished.clear()
 
     # --- arithmetic
 
@@ -227,6 +233,7 @@ class Schedule:
         chunk = Chunk(name, indices, sum(self._sizes[index] for index in indices), now_s, is_copy=is_copy)
         node.chunks.append(chunk)
         node.rows += len(indices)
+        chunk.rows_ahead = node.rows
         for index in indices:
             self._num_held[index] = self._num_held.get(index, 0) + 1
         return chunk
