@@ -58,6 +58,18 @@ def make_batch(rows: Sequence[Row], outputs: Sequence[TensorSpec], schema: pa.Sc
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
+def zero_row(outputs: Sequence[TensorSpec]) -> Row:
+    """A row of zeros, 1 long where a dimension varies."""
+    return Row("", tuple(_zeros(spec) for spec in outputs))
+
+
+def _zeros(spec: TensorSpec) -> np.ndarray[Any, Any]:
+    shape = [size if size >= 0 else 1 for size in _sizes(spec)]
+    if spec.datatype == "BYTES":
+        return np.full(shape, b"", object)
+    return np.zeros(shape, np.uint16 if spec.datatype == "BF16" else _TYPES[spec.datatype].to_pandas_dtype())
+
+
 def _sizes(spec: TensorSpec) -> tuple[int, ...]:
     return tuple(size if isinstance(size, int) else -1 for size in spec.shape)
 

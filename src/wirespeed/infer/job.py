@@ -160,10 +160,12 @@ class Job:
         try:
             try:
                 self._reader.start()
+                warming = self._in_writer(results.warm_up)
                 await self._until_settled(len(self._items) - first)
             finally:
                 await self._loop.run_in_executor(None, self._reader.stop)
                 await self._write_rest()
+            await warming
             await self._in_writer(results.finish)
         finally:
             results.close()

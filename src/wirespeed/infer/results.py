@@ -7,6 +7,7 @@ through one thread, so that the network does not wait for the disk.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from wirespeed.errors import MissingCapability
-from wirespeed.infer.columns import ERROR, KEY, Row, make_batch, schema_of
+from wirespeed.infer.columns import ERROR, KEY, Row, make_batch, schema_of, zero_row
 from wirespeed.infer.inputs import Item
 from wirespeed.infer.journal import JobIdentity, Journal
 from wirespeed.serve.config import TensorSpec
@@ -82,6 +83,11 @@ class Results:
         self._journal.open(identity, restart=restart)
         self._next = self._journal.next_place
         return self._next
+
+    def warm_up(self) -> None:
+        """Load what the first block and the output would wait for: pyarrow takes half a second to get going."""
+        batch = make_batch([Row("", None, ""), zero_row(self._outputs)], self._outputs, self.schema)
+        pq.write_table(pa.Table.from_batches([batch]), io.BytesIO())
 
     def put(self, place: int, row: Row) -> None:
         """A result. Each place is given once."""
