@@ -67,6 +67,8 @@ def load_backend(name: str) -> Backend:
     module, kind, needs = _BACKENDS[name]
     for library in needs:
         if importlib.util.find_spec(library) is None:
-            raise MissingCapability(f"backend {name!r} needs the package {library}", hint=_HOW.get(library, f"pip install {library}"))
+            raise MissingCapability(
+                f"backend {name!r} needs the package {library}", hint=_HOW.get(library, f"pip install {library}")
+            )
     backend: Backend = getattr(importlib.import_module(module), kind)()
     return backend

