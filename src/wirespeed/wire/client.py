@@ -27,7 +27,7 @@ from wirespeed.wire.handshake import (
     encode,
     server_proof,
 )
-from wirespeed.wire.limits import Limits
+from wirespeed.wire.limits import MESSAGE_OVERHEAD_BYTES, Limits
 from wirespeed.wire.reader import Payload, Placement
 from wirespeed.wire.security import NONCE_BYTES, Security, is_proof
 from wirespeed.wire.sender import Outgoing, Sender, as_parts
@@ -36,6 +36,8 @@ from wirespeed.wire.status import CallFailed, Status
 
 SWEEP_S = 0.01
 """How often deadlines are looked at. Shorter ones than ten of these get a timer of their own."""
+_REQUEST, _REPLY = int(Kind.REQUEST), int(Kind.REPLY)
+"""Plain numbers: packing and comparing members of an enum takes longer."""
 _MAX_STREAM = 2**32 - 2
 _HANDSHAKE = frozenset((Kind.CHALLENGE, Kind.WELCOME, Kind.GOODBYE))
 _ESTABLISHED = frozenset((Kind.REPLY, Kind.ERROR, Kind.CREDIT, Kind.PING, Kind.PONG, Kind.GOODBYE))
@@ -166,7 +168,7 @@ class Connection(Endpoint):
         sender = self._sender
         assert sender is not None
         outgoing: Outgoing | None = None
-        if not sender.send_now(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms):
+        if not sender.send_now(_REQUEST, code, stream, meta, parts, total, timeout_ms):
             outgoing = Outgoing(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms)
             sender.submit(outgoing)
         self._calls[stream] = _Call(future, outgoing, timeout_s, self._loop.time() + timeout_s, into)
@@ -188,8 +190,8 @@ class Connection(Endpoint):
     def deliver(self, header: Header, meta: bytes, payload: Payload | None) -> None:
         """See reader.Owner."""
         kind = header.kind
-        if kind == Kind.REPLY:
-            self._owe(message_cost(header))
+        if kind == _REPLY:
+            self._owe(header.total + header.meta_bytes + MESSAGE_OVERHEAD_BYTES)
             call = self._calls.pop(header.stream, None)
             if call is not None and not call.future.done() and payload is not None:
                 if call.into is not None and not call.is_placed and len(payload) <= len(call.into):

@@ -98,6 +98,7 @@ class Sender:
         self.sent_bytes = 0
         """Handed to the transport so far, headers included."""
         self._small: list[bytes] = []
+        self._num_small = 0
         self._loop = asyncio.get_running_loop()
         # uvloop then writes at once instead of at the end of its turn, so that the peer works while this side does. A
         # full socket pauses the sender; what the kernel holds by then keeps the wire busy until it resumes.
@@ -155,14 +156,20 @@ class Sender:
         small = self._small
         if not small:
             self._loop.call_soon(self.flush)
-        small.append(b"".join((head, meta, *parts)))
-        if len(small) >= FLUSH_EVERY:
+        if len(parts) == 1 and not meta and type(parts[0]) is bytes:
+            small.append(head)  # joined with the others, once
+            small.append(parts[0])
+        else:
+            # Copied now: what is not bytes may change before the flush.
+            small.append(b"".join((head, meta, *parts)))
+        self._num_small += 1
+        if self._num_small >= FLUSH_EVERY:
             self.flush()
 
     def flush(self) -> None:
         """Hand the small messages to the transport."""
         if self._small:
-            small, self._small = self._small, []
+            small, self._small, self._num_small = self._small, [], 0
             joined = small[0] if len(small) == 1 else b"".join(small)
             self.sent_bytes += len(joined)
             self._transport.write(joined)
