@@ -75,6 +75,7 @@ def test_a_folder_through_a_model_on_this_host(tmp_path: Path) -> None:
     assert "r.parquet exists; expected a new file; hint: say --overwrite" in again.stderr
 
 
+@pytest.mark.slow
 def test_nodes_share_the_inputs_and_each_comes_back_once(tmp_path: Path) -> None:
     make_model(tmp_path / "models", row_s=0.002)
     paths = make_images(tmp_path / "images", 300, special={5: b"bad"})
@@ -104,6 +105,7 @@ def test_nodes_share_the_inputs_and_each_comes_back_once(tmp_path: Path) -> None
         assert "no node has a model 'nothing'; expected digest" in named.stderr
 
 
+@pytest.mark.slow
 def test_nodes_killed_and_stopped_lose_nothing_and_one_that_returns_works_again(tmp_path: Path) -> None:
     make_model(tmp_path / "models", row_s=0.004)
     paths = make_images(tmp_path / "images", 1500)
@@ -131,6 +133,7 @@ def test_nodes_killed_and_stopped_lose_nothing_and_one_that_returns_works_again(
         assert f"node {nodes[0].address} is back" in stderr
 
 
+@pytest.mark.slow
 def test_a_node_ten_times_slower_does_not_hold_up_the_end(tmp_path: Path) -> None:
     make_model(tmp_path / "fast", row_s=0.004)
     make_model(tmp_path / "slow", row_s=0.04)
@@ -171,6 +174,7 @@ def test_a_dispatcher_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> No
         assert sum(told["per_node"].values()) < 1200 - 150
 
 
+@pytest.mark.slow
 def test_an_input_that_kills_nodes_is_an_error_and_the_others_are_not(tmp_path: Path) -> None:
     make_model(tmp_path / "models", row_s=0.001)
     paths = make_images(tmp_path / "images", 80, special={40: b"kills the node"})
