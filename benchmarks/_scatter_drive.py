@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from _scatter_node import DIMENSIONS, SERVICE, UNLIMITED, feature_of, join
 from wirespeed import wire
@@ -138,9 +139,11 @@ def goodput(addresses: list[str], num_bytes: int) -> float:
     return share * len(addresses) / took_s
 
 
-def sent_bytes() -> int:
-    """What this host's interface has sent."""
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+def cpu_s(pids: list[int]) -> float:
+    """CPU time of processes, their children and this one."""
+    held = [psutil.Process(pid) for pid in pids]
+    every = [psutil.Process(), *held, *(child for parent in held for child in parent.children(recursive=True))]
+    return sum(sum(process.cpu_times()[:2]) for process in every)
 
 
 async def drive(order: dict[str, Any]) -> dict[str, Any]:
@@ -156,6 +159,7 @@ async def drive(order: dict[str, Any]) -> dict[str, Any]:
     runs: dict[str, list[float]] = {arm: [] for arm in order["arms"]}
     rates: list[float] = []
     management: list[int] = []
+    busy: dict[str, list[float]] = {arm: [] for arm in order["arms"]}
     total = sum(path.stat().st_size for path in paths)
     arms: dict[str, Callable[[list[Path]], Any]] = {
         "sequential gRPC": lambda chosen: grpc_sequential(methods, chosen),
@@ -167,7 +171,7 @@ async def drive(order: dict[str, Any]) -> dict[str, Any]:
         for round_ in range(-1, order["rounds"]):
             chosen, right = (few, few_expected) if round_ < 0 else (paths, expected)
             for arm in order["arms"]:
-                begin_s = time.perf_counter()
+                before_s, begin_s = cpu_s(order["pids"]), time.perf_counter()
                 if arm == "infer":
                     took_s, told = await infer(nodes, chosen, folder, order["token"])
                     features = told["features"]
@@ -181,6 +185,7 @@ async def drive(order: dict[str, Any]) -> dict[str, Any]:
                 check(features, right, arm)
                 if round_ >= 0:
                     runs[arm].append(took_s)
+                    busy[arm].append(cpu_s(order["pids"]) - before_s)
                     print(f"  {arm}: {took_s:.3f} s", file=sys.stderr, flush=True)
             if round_ >= 0:
                 rates.append(
@@ -188,7 +193,13 @@ async def drive(order: dict[str, Any]) -> dict[str, Any]:
                 )
     for channel in channels:
         await channel.close()
-    return {"runs": runs, "goodput_bytes_per_s": rates, "total_bytes": total, "management_bytes": management}
+    return {
+        "runs": runs,
+        "cpu_s": busy,
+        "goodput_bytes_per_s": rates,
+        "total_bytes": total,
+        "management_bytes": management,
+    }
 
 
 if __name__ == "__main__":

@@ -144,7 +144,14 @@ def drive(lab: Lab, case: Case, folder: Path, paths: list[str], image_s: float) 
         assert server.stdout is not None
         if not server.stdout.readline():
             raise RuntimeError("a server did not start")
-    order = {"addresses": addresses, "paths": paths, "token": TOKEN, "rounds": case.rounds, "arms": case.arms}
+    order = {
+        "pids": [server.pid for server in servers],
+        "addresses": addresses,
+        "paths": paths,
+        "token": TOKEN,
+        "rounds": case.rounds,
+        "arms": case.arms,
+    }
     driver = lab.popen(
         "h0", [sys.executable, str(HERE / "_scatter_drive.py")], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -170,6 +177,7 @@ def summarize(case: Case, told: dict[str, Any]) -> dict[str, Any]:
     above = [i / b for i, b in zip(runs["infer"], bound_s, strict=True)]
     return {
         **case._asdict(),
+        "median_cpu_s": {arm: statistics.median(times) for arm, times in told["cpu_s"].items()},
         "median_s": {arm: statistics.median(times) for arm, times in runs.items()},
         "wire_bound_s": statistics.median(wire_s),
         "compute_bound_s": COMPUTE_S,
@@ -213,7 +221,8 @@ def main() -> int:
         print(f"{name}: {what}", file=sys.stderr)
         results[name] = summarize(case, run_case(case))
         for arm, median_s in results[name]["median_s"].items():
-            print(f"  {arm:>22} {median_s:8.3f} s", file=sys.stderr)
+            busy_s = results[name]["median_cpu_s"][arm]
+            print(f"  {arm:>22} {median_s:8.3f} s, {busy_s:.3f} s of CPU", file=sys.stderr)
         print(f"  {'wire bound':>22} {results[name]['wire_bound_s']:8.3f} s", file=sys.stderr)
     bars = [bar for name, result in results.items() for bar in bars_of(name, result)]
     finish("scatter_gather", bars, results, is_quick=args.quick, out=args.out)
