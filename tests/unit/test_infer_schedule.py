@@ -40,7 +40,10 @@ def test_an_input_larger_than_a_chunk_goes_alone() -> None:
     assert next_of(schedule, "a").indices == [0]
 
 
-def test_a_new_node_gets_two_chunks_and_then_has_to_finish_one() -> None:
+def test_a_new_node_gets_two_chunks_or_a_few_rows_and_then_has_to_finish_one() -> None:
+    schedule = ready(1000, bounds=Bounds(max_rows=3))
+    assert [len(next_of(schedule, "a").indices) for _ in range(3)] == [3, 3, 3]  # 8 rows and the chunk that they end in
+    assert schedule.next_chunk("a", 0.0) is None
     schedule = ready(1000)
     first = next_of(schedule, "a")
     next_of(schedule, "a")

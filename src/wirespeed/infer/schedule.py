@@ -28,6 +28,7 @@ from wirespeed.errors import UsageError
 from wirespeed.units import KIB, MIB
 
 _CHUNK_S = 0.05
+_MAX_CHUNKS = 64
 _RECENT = 8
 """A node's speed is that of about so many chunks."""
 
@@ -37,6 +38,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     chunk_bytes: int = 256 * KIB
     max_rows: int = 32
+    first_window_rows: int = 8
+    """Before a node's speed is known; at least two chunks."""
     max_window_rows: int = 512
     max_window_bytes: int = 4 * MIB
     horizon_s: float = 0.1
@@ -77,7 +80,7 @@ class _Node:
         self.rate_per_s = 0.0
         self.least_s = math.inf
         self.paused_until_s = 0.0
-        self.window_chunks = 2
+        self.window_chunks = _MAX_CHUNKS
 
     @property
     def num_bytes(self) -> int:
@@ -150,7 +153,7 @@ class Schedule:
         held = self._nodes.get(node)
         if held is not None:
             held.paused_until_s = until_s
-            held.window_chunks = max(1, held.window_chunks // 2)
+            held.window_chunks = max(1, min(held.window_chunks, len(held.chunks) + 1) // 2)
 
     def next_chunk(self, name: str, now_s: float) -> Chunk | None:
         """What to send to a node now; None: nothing."""
@@ -189,7 +192,7 @@ class Schedule:
             took_s = now_s - chunk.sent_s
             self._took_s.append(took_s)
             node.learn(chunk, took_s)
-            node.window_chunks = min(64, node.window_chunks + 1)
+            node.window_chunks = min(_MAX_CHUNKS, node.window_chunks + 1)
 
     # --- arithmetic
 
@@ -198,10 +201,9 @@ class Schedule:
         if len(node.chunks) < 2:
             return False
         rate = node.rows_per_s()
-        if rate is None:
-            return True
-        horizon_s = max(bounds.horizon_s, 2 * node.least_s)
-        window = min(bounds.max_window_rows, rate * horizon_s)
+        window: float = bounds.first_window_rows
+        if rate is not None:
+            window = min(bounds.max_window_rows, rate * max(bounds.horizon_s, 2 * node.least_s))
         return node.rows >= window or node.num_bytes >= bounds.max_window_bytes
 
     def _rows_of_chunk(self, node: _Node) -> int:
