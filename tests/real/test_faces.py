@@ -44,7 +44,8 @@ def jpeg(image: Image.Image) -> bytes:
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Variants of the photograph; the number of faces is the last part of a name."""
     folder = tmp_path_factory.mktemp("photos")
-    photo = Image.open(PHOTO).convert("RGB")
+    with Image.open(PHOTO) as opened:
+        photo = opened.convert("RGB")
     width, height = photo.size
     half = photo.resize((width // 2, height // 2))
     mosaic = Image.new("RGB", (2 * half.width, 2 * half.height))
@@ -81,7 +82,8 @@ def test_faces_are_found_and_are_the_same_here_and_over_nodes(tmp_path: Path, ph
     names = [Path(key).stem for key in here["key"].to_pylist()]
     assert here["num_faces"].to_pylist() == [None if name == "g-broken" else int(name[-1]) for name in names]
     assert "no image that can be decoded" in here["error"].to_pylist()[-1]
-    width, height = Image.open(PHOTO).size
+    with Image.open(PHOTO) as opened:
+        width, height = opened.size
     x1, y1, x2, y2 = here["boxes"].to_pylist()[0][0]
     assert width * 0.25 < x1 < x2 < width * 0.8
     assert height * 0.05 < y1 < y2 < height * 0.6

@@ -30,6 +30,7 @@ from wirespeed.serve.status import Reason, RequestFailed
 from wirespeed.serve.tensors import to_array
 
 _TICK_S = 0.02
+_FEW = 64
 _FULL_PAUSE_S = 0.05
 _MAX_DEATHS = 3
 _MAX_FAILURES = 3
@@ -288,8 +289,10 @@ class Job:
             self._lost(member, chunk, fault, now_s)
         if self._num_settled >= len(self._items) - self._first or self._fault is not None:
             self._wake.set()
-        elif fault is None:
+        elif fault is None and self._schedule.num_left > _FEW * len(chunk.indices):
             self._pump_one(member)
+        elif fault is None:
+            self._pump()  # near the end it may be another node's turn
         else:
             self._wake.set()
 

@@ -121,6 +121,11 @@ class Schedule:
         """Inputs that have been offered and not settled."""
         return len(self._sizes)
 
+    @property
+    def num_left(self) -> int:
+        """Inputs that no node has had yet."""
+        return len(self._ready) + self._num_unread
+
     def set_nodes(self, names: Iterable[str]) -> None:
         """The nodes that take work now. One that is no longer among them keeps its chunks until they end."""
         wanted = list(names)
@@ -160,7 +165,7 @@ class Schedule:
         node = self._nodes.get(name)
         if node is None or now_s < node.paused_until_s:
             return None
-        if len(node.chunks) >= node.window_chunks or self._is_full(node):
+        if len(node.chunks) >= node.window_chunks or self._is_full(node) or not self._is_next(node):
             return None
         indices = self._take_alone() or self._take_ready(node)
         if indices:
@@ -206,9 +211,21 @@ class Schedule:
             window = min(bounds.max_window_rows, rate * max(bounds.horizon_s, 2 * node.least_s))
         return node.rows >= window or node.num_bytes >= bounds.max_window_bytes
 
+    def _is_next(self, node: _Node) -> bool:
+        """Near the end: whether this node would be done no later than the others, but for one chunk.
+
+        Until then every node's window is filled, and what windows hold is the same time for all, roughly; in the end
+        the difference is what the job waits for.
+        """
+        rate = node.rows_per_s()
+        if rate is None or self.num_left > sum(other.rows for other in self._nodes.values()):
+            return True
+        rates = [(other, other.rows_per_s()) for other in self._nodes.values() if other is not node]
+        others_s = [other.rows / other_rate for other, other_rate in rates if other_rate is not None]
+        return node.rows / rate <= min(others_s, default=math.inf) + self._rows_of_chunk(node) / rate
+
     def _rows_of_chunk(self, node: _Node) -> int:
-        left = len(self._ready) + self._num_unread
-        fair = math.ceil(left / (2 * max(1, len(self._nodes))))
+        fair = math.ceil(self.num_left / (2 * max(1, len(self._nodes))))
         rate = node.rows_per_s()
         by_time = self._bounds.max_rows if rate is None else max(1, int(rate * _CHUNK_S))
         return max(1, min(self._bounds.max_rows, fair, by_time))

@@ -232,12 +232,28 @@ class NodeLink:
 
     async def _join(self) -> None:
         within = self._times.connect_s
-        self._beats = await wire.connect(self.address, security=self._security, limits=self._limits, timeout_s=within)
-        self._data = await wire.connect(self.address, security=self._security, limits=self._limits, timeout_s=within)
-        reply = await self._data.call(DESCRIBE, timeout_s=within)
+        opening = [
+            wire.connect(self.address, security=self._security, limits=self._limits, timeout_s=within) for _ in range(2)
+        ]
+        opened = await asyncio.gather(*opening, return_exceptions=True)
+        for held in opened:
+            if isinstance(held, BaseException):
+                for other in opened:
+                    if isinstance(other, wire.Connection):
+                        other.abort()
+                raise held
+        data, beats = opened
+        assert isinstance(data, wire.Connection)
+        assert isinstance(beats, wire.Connection)
+        self._data, self._beats = data, beats
+        asked = beats.call_soon(BEAT, (0).to_bytes(4, "little"), timeout_s=within)
+        try:
+            reply = await data.call(DESCRIBE, timeout_s=within)
+        except BaseException:
+            asked.cancel()
+            raise
         self.models = {held.config.name: held for held in decode_models(reply.payload)}
-        first = await self._beats.call(BEAT, (0).to_bytes(4, "little"), timeout_s=within)
-        self._take(decode_beat(first.payload))
+        self._take(decode_beat((await asked).payload))
         self.num_joins += 1
         self.was_silent = False
         self._become(NodeState.DRAINING if self.beat is not None and self.beat.is_draining else NodeState.UP, "")

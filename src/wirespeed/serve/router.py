@@ -63,16 +63,20 @@ class Router:
             NodeLink(address, security=security, times=times, on_change=self._link_changed) for address in addresses
         ]
 
-    async def open(self, *, timeout_s: float = 10.0, at_least: int = 1) -> None:
-        """Reach the nodes: until all are up, or ``timeout_s`` passed and ``at_least`` are.
+    async def open(self, *, timeout_s: float = 10.0, at_least: int = 1, settle_s: float = 0.3) -> None:
+        """Reach the nodes: until all are up, or ``at_least`` of them are and the others had ``settle_s`` more.
 
-        Raises PeerFailure, with every node's own reason, where fewer are.
+        Links go on trying to reach the others. Raises PeerFailure, with every node's own reason, where fewer are up
+        after ``timeout_s``.
         """
         for link in self.links:
             link.start()
-        end_s = asyncio.get_running_loop().time() + timeout_s
+        loop = asyncio.get_running_loop()
+        end_s, is_enough = loop.time() + timeout_s, False
         while any(link.state in (NodeState.JOINING, NodeState.LOST) for link in self.links):
-            left_s = end_s - asyncio.get_running_loop().time()
+            if not is_enough and len(self.usable()) >= at_least:
+                is_enough, end_s = True, min(end_s, loop.time() + settle_s)
+            left_s = end_s - loop.time()
             if left_s <= 0:
                 break
             self._changed.clear()
