@@ -204,13 +204,13 @@ def test_without_any_node_left_the_job_ends_and_says_how_to_go_on(tmp_path: Path
         assert "results are safe: mend the nodes and run the same command again" in stderr
 
 
-def test_a_drained_node_finishes_what_it_has(tmp_path: Path) -> None:
+def test_a_drained_node_finishes_what_it_has_and_one_that_is_not_there_is_not_waited_for(tmp_path: Path) -> None:
     make_model(tmp_path / "models", row_s=0.004)
     paths = make_images(tmp_path / "images", 600)
     with nodes_of(*[tmp_path / "models"] * 2) as nodes:
         out = tmp_path / "r.parquet"
         job = subprocess.Popen(
-            command(tmp_path / "images", *over(nodes), "--out", out),
+            command(tmp_path / "images", "--nodes", f"{over(nodes)[1]},127.0.0.1:1", "--out", out),
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -222,6 +222,7 @@ def test_a_drained_node_finishes_what_it_has(tmp_path: Path) -> None:
         _, stderr = job.communicate(timeout=60)
         assert job.returncode == 0, stderr
         check_results(out, paths)
+        assert "going on without node 127.0.0.1:1 for now" in stderr
 
 
 FULL = """

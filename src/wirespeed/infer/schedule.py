@@ -4,7 +4,7 @@ Nodes ask for work by finishing it. Each holds a window of inputs: enough to cov
 (or within twice the shortest answer seen from it), so that the next input has arrived when the last is done, and no
 more, so that a slow node does not sit on inputs that others could run. Inputs travel in chunks, to share the cost of a
 message: bounded by bytes and rows, by 50 ms of the node's own speed, and near the end by half a fair share of what is
-left, so that all nodes end together.
+left; there inputs go to the node that would be done with its own first, so that all nodes end together.
 
 When nothing is left to send, a node without work gets a copy of a chunk that another one has held for much longer than
 chunks usually take; the first answer counts. The same happens when everything read ahead waits for such a chunk. Inputs
