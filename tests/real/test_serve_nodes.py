@@ -201,7 +201,7 @@ def test_a_peer_that_is_no_node_is_named(tmp_path: Path) -> None:
     async def main() -> None:
         async with await wire.listen("127.0.0.1:0", {"other": lambda request: b""}) as server:
             router = Router([server.address], security=wire.Security(), times=LinkTimes(connect_s=1.0))
-            with pytest.raises(PeerFailure, match=r"none of 1 nodes answers.*describe"):
+            with pytest.raises(PeerFailure, match=r"none of 1 nodes answers.*has no method"):
                 await router.open(timeout_s=0.5)
 
     wire.run(main())
