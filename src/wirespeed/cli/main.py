@@ -38,6 +38,7 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "report": ("report", "report", None),
     "serve": ("serve", "serve", None),
     "load": ("serve", "load", None),
+    "infer": ("infer", "infer", None),
     "launch": ("launch", "launch_program", _BEFORE),
 }
 

@@ -13,15 +13,24 @@ from wirespeed.cli.render import print_json, say
 
 if TYPE_CHECKING:
     from wirespeed.measure.load import LoadReport
+    from wirespeed.serve.server import InferenceServer
 
 
 def serve(
     *,
     models: Annotated[
-        Path, typer.Argument(help="A folder of model folders, each with a model.toml.", metavar="FOLDER")
-    ],
+        Path | None,
+        typer.Argument(help="A folder of model folders, each with a model.toml.", metavar="FOLDER", show_default=False),
+    ] = None,
     grpc: Annotated[str, typer.Option(help="Address of the gRPC door; port 0: any; none: closed.")] = "127.0.0.1:8001",
     http: Annotated[str, typer.Option(help="Address of the REST door; port 0: any; none: closed.")] = "127.0.0.1:8000",
+    node: Annotated[
+        str,
+        typer.Option("--node", "--worker", help="Address of the data-plane door, for dispatchers; none: closed."),
+    ] = "none",
+    nodes: Annotated[
+        str | None, typer.Option(help="HOST:PORT,... of nodes that have the models, instead of FOLDER.")
+    ] = None,
     max_message: Annotated[str, typer.Option(help="Largest request and answer.")] = "256 MiB",
     drain: Annotated[str, typer.Option(help="How long requests may finish after SIGTERM.")] = "30 s",
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")] = None,
@@ -43,6 +52,9 @@ def serve(
 ) -> None:
     """Serve models over gRPC (Open Inference Protocol v2) and REST until SIGTERM or Ctrl-C.
 
+    With --node the models are a node's: `wirespeed infer --nodes` on another host spreads a data set over many nodes,
+    and `wirespeed serve --nodes` requests.
+
     A token in WIRESPEED_TOKEN is asked of every client ("authorization: Bearer TOKEN"); it, or client certificates, are
     needed on an address beyond loopback.
 
@@ -52,15 +64,25 @@ def serve(
 
       WIRESPEED_TOKEN=$(cat token) wirespeed serve models/ --grpc 0.0.0.0:8001 --http none
 
+      WIRESPEED_TOKEN=$(cat token) wirespeed serve models/ --node 0.0.0.0:7000 --grpc none --http none
+
+      wirespeed serve --nodes h1:7000,h2:7000
+
       curl localhost:8000/v2/models/NAME
     """
+    from wirespeed.errors import UsageError
+    from wirespeed.serve.node_addresses import parse_nodes
     from wirespeed.serve.server import ServeOptions
     from wirespeed.serve.service import run_service
     from wirespeed.wire.security import Security
 
+    if (models is None) == (nodes is None):
+        raise UsageError("got a folder and --nodes" if models else "got no models", expected="FOLDER, or --nodes")
     options = ServeOptions(
         grpc_address=None if grpc == "none" else grpc,
         http_address=None if http == "none" else http,
+        node_address=None if node == "none" else node,
+        nodes=parse_nodes(nodes) if nodes else (),
         security=Security(
             token=os.environ.get("WIRESPEED_TOKEN") or None,
             certificate=certificate,
@@ -75,12 +97,14 @@ def serve(
         is_client_memory_allowed=allow_client_shm,
     )
 
-    def when_open(grpc_address: str, http_address: str, names: list[str]) -> None:
-        say(f"serving {', '.join(names)}: gRPC {grpc_address or 'closed'}, REST {http_address or 'closed'}")
+    def when_open(server: InferenceServer) -> None:
+        names = sorted(server.models.models)
+        open_doors = {"gRPC": server.grpc_address, "REST": server.http_address, "node": server.node_address}
+        told = ", ".join(f"{door} {address or 'closed'}" for door, address in open_doors.items())
+        say(f"serving {', '.join(names)}: {told}")
         if as_json:
-            print_json(
-                {"schema": 1, "kind": "serving", "grpc": grpc_address, "http": http_address, "models": list(names)}
-            )
+            doors = {"grpc": server.grpc_address, "http": server.http_address, "node": server.node_address}
+            print_json({"schema": 1, "kind": "serving", **doors, "models": names})
 
     run_service(models, options, when_open=when_open, on_news=say)
 

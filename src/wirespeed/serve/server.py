@@ -25,7 +25,11 @@ from wirespeed.serve._generated import POOL
 from wirespeed.serve.doors import Desk
 from wirespeed.serve.grpc_v2 import PREDICT_SERVICE, SERVICE, GrpcDoor
 from wirespeed.serve.http import HttpDoor
+from wirespeed.serve.node import NodeDoor
+from wirespeed.serve.node_link import NodeLink
 from wirespeed.serve.repository import ModelRepository
+from wirespeed.serve.routed import RoutedRepository
+from wirespeed.serve.router import Router
 from wirespeed.serve.shared_memory import SharedMemory
 from wirespeed.units import MIB
 from wirespeed.wire.security import Security
@@ -36,10 +40,16 @@ _BACKLOG = 4096
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a server is reached and bounded. An address of None closes that door."""
+    """How a server is reached and bounded. An address of None closes that door.
+
+    ``node_address``: the data-plane door, for dispatchers on other hosts.
+    """
 
     grpc_address: str | None = "127.0.0.1:8001"
     http_address: str | None = "127.0.0.1:8000"
+    node_address: str | None = None
+    nodes: tuple[str, ...] = ()
+    """Where the models run, if not here."""
     security: Security = Security()
     max_message_bytes: int = 256 * MIB
     max_connections: int = 16384
@@ -50,9 +60,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.grpc_address is None and self.http_address is None:
-            raise UsageError("got no address", expected="--grpc or --http")
-        for address in (self.grpc_address, self.http_address):
+        addresses = (self.grpc_address, self.http_address, self.node_address)
+        if all(address is None for address in addresses):
+            raise UsageError("got no address", expected="--grpc, --http or --node")
+        for address in addresses:
             if address is not None:
                 self.security.check_listening(split_address(address)[0])
 
@@ -64,16 +75,22 @@ class InferenceServer:
         self, folder: Path | None, options: ServeOptions, *, on_news: Callable[[str], None] = lambda _: None
     ) -> None:
         self.options = options
-        self.models = ModelRepository(folder, on_news=on_news)
+        self.models = _repository(folder, options, on_news)
         self.memory = SharedMemory(is_allowed=options.is_client_memory_allowed)
         self.desk = Desk(self.models, self.memory, server_name=options.server_name, token=options.security.token)
         self.grpc_address = ""
         """Where it listens, with the port that the kernel chose; empty where the door is closed."""
         self.http_address = ""
+        self._node = NodeDoor(self.models)
         self._grpc: Any = None
         self._health: Any = None
         self._http: uvicorn.Server | None = None
         self._http_task: asyncio.Task[None] | None = None
+
+    @property
+    def node_address(self) -> str:
+        """Where the data-plane door listens; empty where it is closed."""
+        return self._node.address
 
     async def start(self, *, load_all: bool = True) -> None:
         """Load the models, then open the doors. Raises UsageError and RequestFailed; nothing is left open then."""
@@ -84,6 +101,10 @@ class InferenceServer:
                 await self._open_grpc(self.options.grpc_address)
             if self.options.http_address is not None:
                 await self._open_http(self.options.http_address)
+            if self.options.node_address is not None:
+                await self._node.open(
+                    self.options.node_address, security=self.options.security, reuse_port=self.options.reuse_port
+                )
         except BaseException:
             await self.close(drain_s=0)
             raise
@@ -92,14 +113,18 @@ class InferenceServer:
         """Refuse new requests, finish those under way within ``drain_s`` (default: the option), close everything."""
         drain_s = self.options.drain_s if drain_s is None else drain_s
         self.desk.is_draining = True
+        self._node.begin_drain()
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
         end_s = asyncio.get_running_loop().time() + drain_s
         models = list(self.models.models.values())
-        while (
-            any(model.num_queued or model.num_running for model in models) and asyncio.get_running_loop().time() < end_s
-        ):
+
+        def is_busy() -> bool:
+            return self._node.num_running > 0 or any(model.num_queued or model.num_running for model in models)
+
+        while is_busy() and asyncio.get_running_loop().time() < end_s:
             await asyncio.sleep(0.01)
+        await self._node.close()
         if self._grpc is not None:
             await self._grpc.stop(max(0.2, end_s - asyncio.get_running_loop().time()) if drain_s else 0)
         if self._http is not None and self._http_task is not None:
@@ -206,3 +231,13 @@ class InferenceServer:
         await server.startup(sockets=[sock])
         await server.main_loop()
         await server.shutdown(sockets=[sock])
+
+
+def _repository(folder: Path | None, options: ServeOptions, on_news: Callable[[str], None]) -> ModelRepository:
+    if not options.nodes:
+        return ModelRepository(folder, on_news=on_news)
+
+    def make_router(on_change: Callable[[NodeLink], None]) -> Router:
+        return Router(options.nodes, security=options.security, on_news=on_news, on_change=on_change)
+
+    return RoutedRepository(make_router)

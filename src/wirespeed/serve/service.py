@@ -12,10 +12,10 @@ from wirespeed.wire.loops import new_event_loop
 
 
 def run_service(
-    folder: Path,
+    folder: Path | None,
     options: ServeOptions,
     *,
-    when_open: Callable[[str, str, list[str]], None],
+    when_open: Callable[[InferenceServer], None],
     on_news: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT. A second signal ends it without waiting for requests."""
@@ -24,9 +24,9 @@ def run_service(
 
 
 async def _serve(
-    folder: Path,
+    folder: Path | None,
     options: ServeOptions,
-    when_open: Callable[[str, str, list[str]], None],
+    when_open: Callable[[InferenceServer], None],
     on_news: Callable[[str], None],
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -47,7 +47,7 @@ async def _serve(
         return
     leaving.cancel()
     starting.result()
-    when_open(server.grpc_address, server.http_address, sorted(server.models.models))
+    when_open(server)
     await asked.wait()
     on_news(f"draining: finishing {sum(m.num_queued + m.num_running for m in server.models.models.values())} requests")
     closing = loop.create_task(server.close())

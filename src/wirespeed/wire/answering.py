@@ -15,7 +15,7 @@ from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
 from wirespeed.wire.endpoint import Endpoint, message_cost
 from wirespeed.wire.frames import MAX_META_BYTES, Header, Kind
 from wirespeed.wire.handshake import Welcome, client_proof, decode_hello, encode, server_proof
-from wirespeed.wire.limits import SMALL_BYTES
+from wirespeed.wire.limits import MESSAGE_OVERHEAD_BYTES
 from wirespeed.wire.reader import Payload, Placement
 from wirespeed.wire.security import is_proof
 from wirespeed.wire.sender import Buffer, Outgoing, Sender, as_parts
@@ -62,6 +62,8 @@ class Answer:
 Handler = Callable[[Request], object]
 """Takes a Request; gives an Answer, a payload, or an awaitable of one."""
 ErrorCallback = Callable[[Request, BaseException], None]
+_REQUEST, _REPLY, _OK = int(Kind.REQUEST), int(Kind.REPLY), int(Status.OK)
+"""Plain numbers: packing and comparing members of an enum takes longer."""
 _AT_ONCE = (bytes, memoryview, Answer)  # asking whether something is an Awaitable takes longer
 
 
@@ -78,6 +80,7 @@ class ServerConnection(Endpoint):
         self._answers: dict[int, Outgoing] = {}
         self._held_bytes = 0
         self._placed: dict[int, int] = {}
+        """Bytes that are counted as held, by stream."""
         self._handshake_timer = self._loop.call_later(self.limits.handshake_s, self._handshake_late)
         self._max_reply_bytes = 0
         self._last_stream = 0
@@ -119,7 +122,7 @@ class ServerConnection(Endpoint):
     def deliver(self, header: Header, meta: bytes, payload: Payload | None) -> None:
         """See reader.Owner."""
         kind = header.kind
-        if kind == Kind.REQUEST:
+        if kind == _REQUEST:
             self._take_request(header, meta, payload)
         elif kind == Kind.CANCEL:
             self._cancel(header.stream)
@@ -159,9 +162,7 @@ class ServerConnection(Endpoint):
             return
         if stream <= self._last_stream and (stream in self._running or stream in self._answers):
             raise DataError(f"got stream {stream} twice")
-        self._last_stream = max(stream, self._last_stream)
-        if self._placed.pop(stream, None) is None:
-            self._hold(header.total)
+        self._last_stream = max(self._last_stream, stream)
         server = self._server
         handlers = server.handlers
         deadline_s = self._loop.time() + header.extra / 1000
@@ -185,6 +186,7 @@ class ServerConnection(Endpoint):
             self._fail_with(header, request, fault)
             return
         if not isinstance(result, _AT_ONCE) and isinstance(result, Awaitable):
+            self._hold_for(header)
             task = asyncio.ensure_future(result)
             self._running[request.stream] = (task, request)
             task.add_done_callback(functools.partial(self._finished, header, request))
@@ -222,7 +224,7 @@ class ServerConnection(Endpoint):
             text += f"the caller takes {self._max_reply_bytes} and {MAX_META_BYTES}"
             self._fail(header, Status.EXHAUSTED, text)
             return
-        self._send(header, Kind.REPLY, Status.OK, meta, parts, total)
+        self._send(header, _REPLY, _OK, meta, parts, total)
 
     def _fail(self, header: Header, status: Status, text: str) -> None:
         said = text.encode()[:4096]
@@ -239,14 +241,15 @@ class ServerConnection(Endpoint):
             self._server.report(request, fault)
 
     def _send(  # noqa: PLR0917 - runs once per request
-        self, header: Header, kind: Kind, status: Status, meta: bytes, parts: list[Buffer], total: int
+        self, header: Header, kind: int, status: int, meta: bytes, parts: list[Buffer], total: int
     ) -> None:
         if self.is_closed or self._sender is None:
             return
         stream = header.stream
-        if total <= SMALL_BYTES and self._sender.send_small(kind, status, stream, meta, parts, total, 0):
+        if self._sender.send_now(kind, status, stream, meta, parts, total, 0):
             self._consumed(header)
             return
+        self._hold_for(header)
 
         def when_sent() -> None:
             self._answers.pop(stream, None)
@@ -258,9 +261,10 @@ class ServerConnection(Endpoint):
 
     def _consumed(self, header: Header) -> None:
         """The request's memory is free, and its answer, if any, is on its way: the client may send as much again."""
-        self._release(header.total)
+        if self._placed:
+            self._release(self._placed.pop(header.stream, 0))
         if not self.is_closed:
-            self._owe(message_cost(header))
+            self._owe(header.total + header.meta_bytes + MESSAGE_OVERHEAD_BYTES)
 
     def _cancel(self, stream: int) -> None:
         entry = self._running.pop(stream, None)
@@ -282,6 +286,12 @@ class ServerConnection(Endpoint):
             self._cancel(stream)
 
     # --- memory
+
+    def _hold_for(self, header: Header) -> None:
+        """Count a request's memory that is not counted yet: one that was answered at once never is."""
+        if header.total and header.stream not in self._placed:
+            self._hold(header.total)
+            self._placed[header.stream] = header.total
 
     def _hold(self, num_bytes: int) -> None:
         self._held_bytes += num_bytes

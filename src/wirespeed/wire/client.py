@@ -27,7 +27,7 @@ from wirespeed.wire.handshake import (
     encode,
     server_proof,
 )
-from wirespeed.wire.limits import SMALL_BYTES, Limits
+from wirespeed.wire.limits import MESSAGE_OVERHEAD_BYTES, Limits
 from wirespeed.wire.reader import Payload, Placement
 from wirespeed.wire.security import NONCE_BYTES, Security, is_proof
 from wirespeed.wire.sender import Outgoing, Sender, as_parts
@@ -36,6 +36,8 @@ from wirespeed.wire.status import CallFailed, Status
 
 SWEEP_S = 0.01
 """How often deadlines are looked at. Shorter ones than ten of these get a timer of their own."""
+_REQUEST, _REPLY = int(Kind.REQUEST), int(Kind.REPLY)
+"""Plain numbers: packing and comparing members of an enum takes longer."""
 _MAX_STREAM = 2**32 - 2
 _HANDSHAKE = frozenset((Kind.CHALLENGE, Kind.WELCOME, Kind.GOODBYE))
 _ESTABLISHED = frozenset((Kind.REPLY, Kind.ERROR, Kind.CREDIT, Kind.PING, Kind.PONG, Kind.GOODBYE))
@@ -52,7 +54,7 @@ class Reply:
 
 
 class _Call:
-    __slots__ = ("deadline_s", "future", "into", "outgoing", "timeout_s")
+    __slots__ = ("deadline_s", "future", "into", "is_placed", "outgoing", "timeout_s")
 
     def __init__(
         self,
@@ -67,6 +69,8 @@ class _Call:
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
         self.into = into
+        self.is_placed = False
+        """Whether the reply is being received into ``into``."""
 
 
 class Connection(Endpoint):
@@ -164,7 +168,7 @@ class Connection(Endpoint):
         sender = self._sender
         assert sender is not None
         outgoing: Outgoing | None = None
-        if total > SMALL_BYTES or not sender.send_small(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms):
+        if not sender.send_now(_REQUEST, code, stream, meta, parts, total, timeout_ms):
             outgoing = Outgoing(Kind.REQUEST, code, stream, meta, parts, total, timeout_ms)
             sender.submit(outgoing)
         self._calls[stream] = _Call(future, outgoing, timeout_s, self._loop.time() + timeout_s, into)
@@ -186,11 +190,11 @@ class Connection(Endpoint):
     def deliver(self, header: Header, meta: bytes, payload: Payload | None) -> None:
         """See reader.Owner."""
         kind = header.kind
-        if kind == Kind.REPLY:
-            self._owe(message_cost(header))
+        if kind == _REPLY:
+            self._owe(header.total + header.meta_bytes + MESSAGE_OVERHEAD_BYTES)
             call = self._calls.pop(header.stream, None)
             if call is not None and not call.future.done() and payload is not None:
-                if call.into is not None and type(payload) is bytes and len(payload) <= len(call.into):
+                if call.into is not None and not call.is_placed and len(payload) <= len(call.into):
                     view = call.into[: len(payload)]
                     view[:] = payload
                     payload = view
@@ -213,6 +217,7 @@ class Connection(Endpoint):
         if call is None or call.future.done():
             return Placement.DROP
         if call.into is not None and header.total <= len(call.into):
+            call.is_placed = True
             return call.into[: header.total]
         return self._pool.take(header.total)
 

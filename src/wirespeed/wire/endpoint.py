@@ -37,7 +37,11 @@ class Endpoint(asyncio.BufferedProtocol):
         self._heard_s = self._loop.time()
         self._progress_s = self._heard_s
         self._reader = FrameReader(
-            self, allowed=frozenset(), max_message_bytes=limits.max_message_bytes, expect=self._set_low_water
+            self,
+            allowed=frozenset(),
+            max_message_bytes=limits.max_message_bytes,
+            pool=pool,
+            expect=self._set_low_water,
         )
         self._socket: socket.socket | None = None
         self._low_water = 1
@@ -92,6 +96,13 @@ class Endpoint(asyncio.BufferedProtocol):
         if self._sender is not None:
             self._sender.resume()
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this side has sent, headers included."""
+        return self._greeting_bytes + (0 if self._sender is None else self._sender.sent_bytes)
+
+    _greeting_bytes = 0
+
     # --- for the owner of the connection
 
     def describe(self) -> dict[str, str]:
@@ -136,6 +147,7 @@ class Endpoint(asyncio.BufferedProtocol):
         size = len(payload)
         frame = pack_header(kind, 0, 0, stream, size, 0, size, extra) + payload
         if self._sender is None:
+            self._greeting_bytes += len(frame)
             self._transport.write(frame)
         else:
             self._sender.write_control(frame)

@@ -1,9 +1,10 @@
 """Bytes to messages, without copying large payloads: the receiving half of a connection, apart from any socket.
 
 The transport asks where to put bytes (``get_buffer``) and says how many came (``buffer_updated``). Small frames are cut
-out of a fixed scratch buffer; once the header of a large payload has been seen, the transport writes the rest of it
-where it belongs. Whoever owns the reader decides where that is, or that the message is to be dropped, or that reading
-has to wait for memory.
+out of a fixed scratch buffer. Where messages of medium size come, bytes go into an arena of the pool, and payloads are
+delivered as views of it: one system call per message, and no copy but of what lies across an arena's end. Once the
+header of a large payload has been seen, the transport writes the rest of it where it belongs. Whoever owns the reader
+decides where that is, or that the message is to be dropped, or that reading has to wait for memory.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from wirespeed.errors import DataError
+from wirespeed.wire.buffers import BufferPool
 from wirespeed.wire.frames import CARRIES_MESSAGE, HEADER_BYTES, MAX_META_BYTES, Header, unpack_header
 from wirespeed.wire.limits import SMALL_BYTES
 
 SCRATCH_BYTES = 64 * 1024
 HEAD_BYTES = 1024
+MEDIUM_BYTES = 320 * 1024
+"""Up to here a payload is delivered as a view of an arena, which it keeps from being used again. Arenas are twice as
+large as the last such payload, at least, so that what is kept holds at most four times its own size."""
 WORTH_WAITING_BYTES = 256 * 1024
 """In a large payload: on a shaped or slow link a read per burst, of 16 KiB or so, costs more than moving the bytes."""
 LEAST_WAIT_BYTES = 32 * 1024
+_LEAST_ROOM = HEADER_BYTES + MAX_META_BYTES
 MAX_CONTROL_BYTES = 8 * 1024
 """The payload of a frame that is not part of a message. In the handshake nothing else is accepted."""
 
@@ -73,13 +79,19 @@ class FrameReader:
         *,
         allowed: frozenset[int],
         max_message_bytes: int,
+        pool: BufferPool | None = None,
         expect: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.allowed = allowed
         self._expect = expect
         self._owner = owner
         self._max_message_bytes = max_message_bytes
+        self._pool = pool
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._buffer = self._scratch
+        """Where bytes go and frames are cut: the scratch, or an arena, which is let go of when it is empty."""
+        self._is_after_medium = False
+        self._arena_bytes = SCRATCH_BYTES
         self._start = 0
         self._end = 0
         self._assemblies: dict[int, _Assembly] = {}
@@ -88,6 +100,8 @@ class FrameReader:
         """Payload bytes of the current frame still to come, straight into their place."""
         self._told_bytes = 0
         self._is_after_large = False
+        self._wanted_end = 0
+        """Where the frame ends of which a part is here; 0 where that is not known."""
         self.is_waiting = False
 
     @property
@@ -114,6 +128,8 @@ class FrameReader:
         """Let go of all memory."""
         self._assemblies.clear()
         self._current = None
+        self._buffer = self._scratch
+        self._start = self._end = 0
 
     def get_buffer(self, _hint: int) -> memoryview:
         """Where the transport's next bytes go."""
@@ -124,14 +140,24 @@ class FrameReader:
             return self._scratch[: min(SCRATCH_BYTES, self._left_bytes)]
         if self._start == self._end:
             self._start = self._end = 0
-        elif SCRATCH_BYTES - self._end < HEADER_BYTES + MAX_META_BYTES:
-            left = self._end - self._start
-            self._scratch[:left] = self._scratch[self._start : self._end]
-            self._start, self._end = 0, left
+            if self._is_after_medium and self._pool is not None:
+                self._buffer = self._pool.take(self._arena_bytes)
+        elif len(self._buffer) - self._end < max(_LEAST_ROOM, self._wanted_end - self._end):
+            self._move()
         if self._is_after_large:
             # Another large one is likely: what of it lands here is copied, what comes after its header is not.
-            return self._scratch[self._end : self._end + HEAD_BYTES]
-        return self._scratch[self._end :]
+            return self._buffer[self._end : self._end + HEAD_BYTES]
+        return self._buffer[self._end :]
+
+    def _move(self) -> None:
+        """Make room behind a frame of which only a part is here. Views of what was there before stay as they are."""
+        left = self._end - self._start
+        rest = self._buffer[self._start : self._end]
+        if self._pool is not None and (self._is_after_medium or self._buffer is not self._scratch):
+            self._buffer = self._pool.take(max(self._arena_bytes, self._wanted_end - self._start, left + _LEAST_ROOM))
+        self._buffer[:left] = rest
+        self._wanted_end -= self._start
+        self._start, self._end = 0, left
 
     def buffer_updated(self, num_bytes: int) -> None:
         """``num_bytes`` were written where ``get_buffer`` said."""
@@ -155,25 +181,40 @@ class FrameReader:
         self._parse()
 
     def _parse(self) -> None:
-        scratch = self._scratch
+        self._wanted_end = 0
         while self._end - self._start >= HEADER_BYTES and not self.is_waiting:
-            start = self._start
-            header = unpack_header(scratch, start)
+            buffer, start = self._buffer, self._start
+            header = unpack_header(buffer, start)
             begin = start + HEADER_BYTES + header.meta_bytes
             if begin > self._end:
                 self._check(header)
                 return
             stop = begin + header.length
-            if header.length == header.total <= SMALL_BYTES:
+            is_whole = header.length == header.total
+            if is_whole and header.length <= SMALL_BYTES:
                 self._check(header)
                 if stop > self._end:
+                    self._wanted_end = stop
                     return
-                meta = bytes(scratch[start + HEADER_BYTES : begin]) if header.meta_bytes else b""
+                meta = bytes(buffer[start + HEADER_BYTES : begin]) if header.meta_bytes else b""
                 self._start = stop
-                self._is_after_large = False
-                self._owner.deliver(header, meta, bytes(scratch[begin:stop]))
+                self._is_after_large = self._is_after_medium = False
+                self._owner.deliver(header, meta, bytes(buffer[begin:stop]))
+            elif is_whole and header.length <= MEDIUM_BYTES and buffer is not self._scratch:
+                self._check(header)
+                if header.stream in self._assemblies:
+                    raise DataError(f"got two messages of stream {header.stream} at once")
+                if stop > self._end:
+                    self._wanted_end = stop
+                    return
+                meta = bytes(buffer[start + HEADER_BYTES : begin]) if header.meta_bytes else b""
+                self._start = stop
+                self._owner.deliver(header, meta, buffer[begin:stop])
             elif not self._begin_frame(header, begin):
-                return
+                break
+        if self._start == self._end and self._buffer is not self._scratch:
+            self._buffer = self._scratch
+            self._start = self._end = 0
 
     def _check(self, header: Header) -> None:
         if header.kind not in self.allowed:
@@ -197,15 +238,18 @@ class FrameReader:
             if placed is Placement.WAIT:
                 self.is_waiting = True
                 return False
-            meta = bytes(self._scratch[self._start + HEADER_BYTES : begin]) if header.meta_bytes else b""
+            meta = bytes(self._buffer[self._start + HEADER_BYTES : begin]) if header.meta_bytes else b""
             assembly = _Assembly(header, meta, None if placed is Placement.DROP else placed)
             self._assemblies[header.stream] = assembly
         elif assembly is None or assembly.received != header.offset or assembly.header.total != header.total:
             raise DataError(f"got bytes at {header.offset} of stream {header.stream}, out of order")
-        self._is_after_large = True
+        self._is_after_medium = header.total <= MEDIUM_BYTES
+        self._is_after_large = not self._is_after_medium
+        if self._is_after_medium:
+            self._arena_bytes = 1 << (2 * header.total - 1).bit_length()
         here = min(header.length, self._end - begin)
         if assembly.view is not None:
-            assembly.view[assembly.received : assembly.received + here] = self._scratch[begin : begin + here]
+            assembly.view[assembly.received : assembly.received + here] = self._buffer[begin : begin + here]
         assembly.received += here
         self._start = begin + here
         if here == header.length:

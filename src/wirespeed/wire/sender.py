@@ -95,7 +95,10 @@ class Sender:
         self._waiting: deque[Outgoing] = deque()
         self._turns: deque[Outgoing] = deque()
         self._is_paused = False
+        self.sent_bytes = 0
+        """Handed to the transport so far, headers included."""
         self._small: list[bytes] = []
+        self._num_small = 0
         self._loop = asyncio.get_running_loop()
         # uvloop then writes at once instead of at the end of its turn, so that the peer works while this side does. A
         # full socket pauses the sender; what the kernel holds by then keeps the wire busy until it resumes.
@@ -120,18 +123,28 @@ class Sender:
         else:
             self._start(message)
 
-    def send_small(  # noqa: PLR0917 - runs once per message
+    def send_now(  # noqa: PLR0917 - runs once per message
         self, kind: int, code: int, stream: int, meta: bytes, parts: Sequence[Buffer], total: int, extra: int
     ) -> bool:
-        """Send a message of at most SMALL_BYTES now, if credit allows; False: ``submit`` it.
+        """Send a message of one frame now, if credit, turns and the transport allow; False: ``submit`` it.
 
-        For the many small ones.
+        For most messages: it saves what ``submit`` keeps about one that has to wait.
         """
         cost = total + len(meta) + MESSAGE_OVERHEAD_BYTES
         if self._waiting or cost > self._credit_bytes:
             return False
+        if total <= SMALL_BYTES:
+            self._credit_bytes -= cost
+            self._write_small(pack_header(kind, code, len(meta), stream, total, 0, total, extra), meta, parts)
+            return True
+        if total > self._chunk_bytes or self._turns or self._is_paused:
+            return False
         self._credit_bytes -= cost
-        self._write_small(pack_header(kind, code, len(meta), stream, total, 0, total, extra), meta, parts)
+        if self._small:
+            self.flush()
+        head = pack_header(kind, code, len(meta), stream, total, 0, total, extra)
+        self.sent_bytes += len(head) + len(meta) + total
+        self._transport.writelines((head + meta, *parts))
         return True
 
     def write_control(self, frame: bytes) -> None:
@@ -143,15 +156,23 @@ class Sender:
         small = self._small
         if not small:
             self._loop.call_soon(self.flush)
-        small.append(b"".join((head, meta, *parts)))
-        if len(small) >= FLUSH_EVERY:
+        if len(parts) == 1 and not meta and type(parts[0]) is bytes:
+            small.append(head)  # joined with the others, once
+            small.append(parts[0])
+        else:
+            # Copied now: what is not bytes may change before the flush.
+            small.append(b"".join((head, meta, *parts)))
+        self._num_small += 1
+        if self._num_small >= FLUSH_EVERY:
             self.flush()
 
     def flush(self) -> None:
         """Hand the small messages to the transport."""
         if self._small:
-            small, self._small = self._small, []
-            self._transport.write(b"".join(small))
+            small, self._small, self._num_small = self._small, [], 0
+            joined = small[0] if len(small) == 1 else b"".join(small)
+            self.sent_bytes += len(joined)
+            self._transport.write(joined)
 
     def withdraw(self, message: Outgoing) -> bool:
         """Take a message back if none of it was sent; whether that was so."""
@@ -226,6 +247,7 @@ class Sender:
         )
         message.is_started = True
         message.sent = offset + length
+        self.sent_bytes += len(head) + len(meta) + length
         if len(message.parts) == 1:
             view = (
                 message.parts[0] if length == message.total else memoryview(message.parts[0])[offset : offset + length]

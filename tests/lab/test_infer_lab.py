@@ -1,0 +1,108 @@
+"""Batch jobs over shaped links: a pulled cable loses nothing, heartbeats stay below 1 KB/s at the interface."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lab_tools import python, wait_until
+
+from infer_models import check_results, make_images, make_model
+from wirespeed.lab import Lab, LabSpec
+
+ENV = {"WIRESPEED_TOKEN": "a-token-of-enough-length"}
+
+
+@contextmanager
+def nodes_in(lab: Lab, models: Path) -> Iterator[list[str]]:
+    """A node on every host but the first; gives their addresses."""
+    processes, addresses = [], []
+    for host in lab.hosts[1:]:
+        address = f"{host.address}:7000"
+        serve = [sys.executable, "-m", "wirespeed", "serve", str(models), "--grpc", "none", "--http", "none", "--json"]
+        processes.append(
+            lab.popen(
+                host.name, [*serve, "--node", address], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        )
+        addresses.append(address)
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"{\n"
+        yield addresses
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_pulled_cable_loses_no_input_and_the_node_is_used_again(tmp_path: Path) -> None:
+    make_model(tmp_path / "models", row_s=0.01)
+    paths = make_images(tmp_path / "images", 1400)
+    out = tmp_path / "r.parquet"
+    with Lab(LabSpec.parse("4x1gbit")) as lab, nodes_in(lab, tmp_path / "models") as addresses:
+        command = [sys.executable, "-m", "wirespeed", "infer", str(tmp_path / "images"), "--out", str(out), "--json"]
+        job = lab.popen(
+            "h0", [*command, "--nodes", ",".join(addresses)], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        partial = tmp_path / "r.parquet.partial"
+        wait_until(lambda: partial.exists() and partial.stat().st_size > 10_000, "some results are written", 30)
+        lab.fault("h2", "down")
+        begin_s = time.monotonic()
+        assert job.stderr is not None
+        line = b""
+        while b"is out" not in line:
+            line = job.stderr.readline()
+            assert line, "the job ended before it noticed"
+        assert time.monotonic() - begin_s < 3.5  # 3 s, and the way of the line here
+        assert b"node 10.77.0.3:7000 is out: " in line
+        lab.fault("h2", "up")
+        stdout, stderr = job.communicate(timeout=60)
+        assert job.returncode == 0, stderr
+        check_results(out, paths)
+        told = json.loads(stdout)
+        assert told["num_again"] + told["num_copies"] > 0
+
+
+# Bytes of the host's interface, both ways, over some seconds.
+COUNT = """
+import sys, time
+def total():
+    folder = "/sys/class/net/eth0/statistics/"
+    return sum(int(open(folder + name).read()) for name in ("rx_bytes", "tx_bytes"))
+before, began = total(), time.monotonic()
+time.sleep(float(sys.argv[1]))
+print((total() - before) / (time.monotonic() - began))
+"""
+# A dispatcher that has nothing to send.
+IDLE = """
+import asyncio, os, sys
+from wirespeed import wire
+from wirespeed.serve.router import Router
+async def main():
+    router = Router(sys.argv[1:], security=wire.Security(token=os.environ["WIRESPEED_TOKEN"]))
+    await router.open(at_least=len(sys.argv) - 1)
+    print("open", flush=True)
+    await asyncio.sleep(60)
+wire.run(main())
+"""
+
+
+def test_heartbeats_take_less_than_1_kb_a_second_at_the_nodes_interface(tmp_path: Path) -> None:
+    make_model(tmp_path / "models")
+    with Lab(LabSpec.parse("3x100mbit")) as lab, nodes_in(lab, tmp_path / "models") as addresses:
+        router = lab.popen("h0", python(IDLE, *addresses), env=ENV, stdout=subprocess.PIPE)
+        assert router.stdout is not None
+        assert router.stdout.readline() == b"open\n"
+        counted = lab.exec("h1", python(COUNT, 6), timeout_s=30)
+        router.kill()
+        router.communicate()
+        rate = float(counted.stdout)
+        # A beat's request and answer are 36 and 88 bytes of frames in four packets of 66 bytes of headers, once a second.
+        assert 200 < rate < 1000, counted
