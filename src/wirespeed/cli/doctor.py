@@ -95,6 +95,9 @@ def host(
         Path | None,
         typer.Option("--prometheus", help="Also write a file for node_exporter's textfile collector.", metavar="FILE"),
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Also write a page that needs no network.", metavar="FILE")
+    ] = None,
     health_check: Annotated[
         bool,
         typer.Option("--health-check", help="Print one line; critical findings only. For Slurm's HealthCheckProgram."),
@@ -154,7 +157,9 @@ def host(
         return (
             0
             if report is None
-            else end_cluster(report, told, level=chosen, prometheus=prometheus, show_all=show_all, as_json=as_json)
+            else end_cluster(
+                report, told, level=chosen, prometheus=prometheus, page=page, show_all=show_all, as_json=as_json
+            )
         )
     system = _system(record, recorded)
     report_of_one = _examine(system, question, told)
@@ -164,6 +169,10 @@ def host(
         from wirespeed.cli.doctor_hosts import write_prometheus
 
         write_prometheus([report_of_one], prometheus)
+    if page is not None:
+        from wirespeed.cli.doctor_hosts import write_page
+
+        write_page(report_of_one, page)
     if apply:
         return _apply(report_of_one, chosen, _store(this_namespace, state_dir), dry_run=dry_run, as_json=as_json)
     if health_check:

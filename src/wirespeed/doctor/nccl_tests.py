@@ -55,6 +55,7 @@ class NcclTestsReader:
     def __init__(self, source: str) -> None:
         self._source = source
         self.found: list[Measurement] = []
+        self.progress = 0
         self._reset(0)
 
     def _reset(self, number: int) -> None:
@@ -78,6 +79,7 @@ class NcclTestsReader:
             self.close()
             self._reset(number)
         elif (found := _RANK.search(line)) is not None:
+            self.progress += 1
             if len(self._ranks) < 1_000_000:
                 self._ranks.add((int(found[2] or 0), int(found[1])))
             self._hosts.setdefault(found[4].decode(errors="replace"))
@@ -90,6 +92,7 @@ class NcclTestsReader:
             self._reset(number)
 
     def _take_row(self, number: int, found: re.Match[bytes]) -> None:
+        self.progress += 1
         if not self._line:
             self._line = number
         size = int(found[1])

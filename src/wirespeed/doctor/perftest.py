@@ -33,6 +33,7 @@ class PerftestReader:
     def __init__(self, source: str) -> None:
         self._source = source
         self.found: list[Measurement] = []
+        self.progress = 0
         self._test = ""
         self._device = ""
         self._layer = ""
@@ -65,6 +66,7 @@ class PerftestReader:
             self._uses_gpu = True  # said before the title
 
     def _take_row(self, found: re.Match[bytes]) -> None:
+        self.progress += 1
         size = int(found[1])
         if self._is_latency:  # bytes, iterations, t_min, t_max, t_typical, t_avg
             typical = found[5] if found[5] is not None else found[3]

@@ -24,6 +24,8 @@ NUM_MATCHINGS = 15
 """Random matchings beyond that many hosts: each host meets 15 others (Imbue's p2p_ib_test.py takes as many)."""
 PARTNERS = 2
 MAX_RETESTS = 24
+NUM_PINGS = 20
+"""Round trips are only needed to know how long slow start takes."""
 REPEATS = 3
 """The best of as many counts: a slow path is never fast, a busy machine is not always slow."""
 
@@ -175,6 +177,7 @@ def check_fabric(
         ranks,
         streams=streams,
         duration_s=duration_s,
+        num_pings=NUM_PINGS,
         options=options,
         timeout_s=timeout_s,
         join_timeout_s=join_timeout_s,
