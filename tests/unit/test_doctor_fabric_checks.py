@@ -39,7 +39,9 @@ def test_a_port_without_a_subnet_manager_and_one_that_does_not_answer():
     tree = h100()
     tree.say("sminfo", "-C", "mlx5_0", "-P", "1", stderr="sminfo: iberror: failed: query", returncode=1)
     assert found(tree)["rdma.subnet-manager-silent"].subject == "mlx5_0:1"
-    tree.say("sminfo", "-C", "mlx5_0", "-P", "1", stdout=SMINFO.replace("state 3 SMINFO_MASTER", "state 2 SMINFO_STANDBY"))
+    tree.say(
+        "sminfo", "-C", "mlx5_0", "-P", "1", stdout=SMINFO.replace("state 3 SMINFO_MASTER", "state 2 SMINFO_STANDBY")
+    )
     assert "SMINFO_STANDBY" in found(tree)["rdma.subnet-manager-not-master"].title
 
 
@@ -59,7 +61,9 @@ def test_two_managers_in_one_subnet_are_found_but_not_on_the_default_prefix(lids
         tree.files[f"{base}/gids/0"] = f"fec0:0000:0000:0001:0002:c903:0000:000{index}\n"
     assert ("rdma.two-subnet-managers" in found(tree)) is is_found
     for index in range(2):
-        tree.files[f"/sys/class/infiniband/mlx5_{index}/ports/1/gids/0"] = f"fe80:0000:0000:0000:0002:c903:0000:000{index}\n"
+        tree.files[f"/sys/class/infiniband/mlx5_{index}/ports/1/gids/0"] = (
+            f"fe80:0000:0000:0000:0002:c903:0000:000{index}\n"
+        )
     assert "rdma.two-subnet-managers" not in found(tree)
 
 
@@ -127,7 +131,16 @@ def test_the_interfaces_own_map_decides_the_priority():
 
 def test_a_switch_with_other_lossless_priorities_is_found_and_a_silent_one_is_unknown():
     tree = roce()
-    tree.say("lldptool", "-t", "-n", "-i", "ens1np0", "-V", "PFC", stdout=LLDP_PFC.replace("PFC enabled: 3", "PFC enabled: 4"))
+    tree.say(
+        "lldptool",
+        "-t",
+        "-n",
+        "-i",
+        "ens1np0",
+        "-V",
+        "PFC",
+        stdout=LLDP_PFC.replace("PFC enabled: 3", "PFC enabled: 4"),
+    )
     finding = found(tree)["rdma.pfc-differs-from-switch"]
     assert finding.remedy is not None
     assert finding.remedy.commands == ("mlnx_qos -i ens1np0 --pfc 0,0,0,0,1,0,0,0",)

@@ -30,7 +30,9 @@ def test_a_form_keeps_every_trigger_of_its_line(before: bytes, trigger: bytes, a
 
 
 def test_no_trigger_is_so_short_that_every_line_holds_it() -> None:
-    ordinary = b"2026-03-07 10:00:00,120 [INFO] train.py:88 step 12 loss 6.2 lr 3.0e-04 grad_norm 0.71 tokens/s mem 61GB"
+    ordinary = (
+        b"2026-03-07 10:00:00,120 [INFO] train.py:88 step 12 loss 6.2 lr 3.0e-04 grad_norm 0.71 tokens/s mem 61GB"
+    )
     assert [word for word in log_scan._WORDS if len(word) < 3] == []
     assert [word for word in log_scan._WORDS if word in ordinary.translate(None, VARYING)] == []
 
@@ -96,7 +98,9 @@ def test_a_trigger_after_a_million_dull_lines_is_still_found(tmp_path: Path, mon
     monkeypatch.setattr(log_scan, "MAX_DULL", 50)
     monkeypatch.setattr(log_lines, "BLOCK_BYTES", 4096)
     words = ["alpha", "bravo", "charlie", "delta", "echo", "golf", "hotel", "india", "juliet", "kilo"]
-    dull = [f"{a} {b} {c} step {i}" for i, (a, b, c) in enumerate((x, y, z) for x in words for y in words for z in words)]
+    dull = [
+        f"{a} {b} {c} step {i}" for i, (a, b, c) in enumerate((x, y, z) for x in words for y in words for z in words)
+    ]
     path = tmp_path / "job.log"
     path.write_text("\n".join([*dull, "srun: error: node-b: task 3: Out Of Memory", *dull]) + "\n")
     (failure,) = scan([path]).failures
@@ -132,7 +136,9 @@ def test_a_table_that_ended_is_opened_again_by_the_next_header(tmp_path: Path, m
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([rule.pattern.pattern[:60] for rule in RULES] + list(TRIGGERS)), max_size=8), st.randoms())
+@given(
+    st.lists(st.sampled_from([rule.pattern.pattern[:60] for rule in RULES] + list(TRIGGERS)), max_size=8), st.randoms()
+)
 def test_pieces_of_triggers_are_read_without_an_exception(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], source: random.Random
 ) -> None:

@@ -186,9 +186,7 @@ def test_where_nothing_is_wrong_the_better_strategy_is_named_with_its_step(tmp_p
 
 
 def test_collectives_and_paths_are_shown_and_judged(tmp_path: Path) -> None:
-    sample = CollectiveSample(
-        collective="all_reduce", size_bytes=10**6, times_s=(0.012,), cpu_s=0.001, is_correct=True
-    )
+    sample = CollectiveSample(collective="all_reduce", size_bytes=10**6, times_s=(0.012,), cpu_s=0.001, is_correct=True)
     record = CollectivesRecord(
         environment=capture(), backend="gloo", num_ranks=4, ranks_per_host=1, cpus_per_rank=1.0, samples=(sample,)
     )

@@ -94,9 +94,9 @@ def why(
 ) -> int:
     """Say why the job is slow or failed, from whatever files there are: the verdict, one cause first.
 
-    Takes logs, profilers' traces (torch.profiler, Nsight Systems' SQLite), outputs of benchmarks and tools, and records
-    of wirespeed (tune, profile, bench, doctor host, doctor fabric, fabric.toml). Exposed communication comes first: where
-    it is below 5 % of the step, the network is not the bottleneck.
+    Takes logs, profilers' traces (torch.profiler, Nsight Systems' SQLite), outputs of benchmarks and tools, and
+    records of wirespeed (tune, profile, bench, doctor host, doctor fabric, fabric.toml). Exposed communication comes
+    first: where it is below 5 % of the step, the network is not the bottleneck.
 
     Examples:
 

@@ -67,8 +67,8 @@ def _late_rank(dossier: Dossier) -> Iterator[Cause]:
         [
             Evidence(
                 where=rank.source,
-                seen=f"{name_of(rank)} waits {format_duration(rank.waiting_s or 0.0)} of {format_duration(rank.window_s)}"
-                f", computes {format_percent(rank.compute_s / rank.window_s)}, idle "
+                seen=f"{name_of(rank)} waits {format_duration(rank.waiting_s or 0.0)} of "
+                f"{format_duration(rank.window_s)}, computes {format_percent(rank.compute_s / rank.window_s)}, idle "
                 f"{format_percent(rank.idle_s / rank.window_s)}",
             )
             for rank in (late, most)

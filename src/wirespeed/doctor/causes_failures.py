@@ -309,11 +309,7 @@ def _init_hang(job: JobFacts, *, has_primary: bool) -> Iterator[Cause]:
 
 
 def _only_secondary(job: JobFacts) -> Iterator[Cause]:
-    secondary = [
-        f
-        for f in job.failures
-        if not f.is_primary and f.kind in _FOLLOW_UPS
-    ]
+    secondary = [f for f in job.failures if not f.is_primary and f.kind in _FOLLOW_UPS]
     if secondary and not job.laggards and job.desync is None:
         peers = sorted({f.peer for f in secondary if f.peer})
         yield make_cause(

@@ -113,7 +113,9 @@ def _paths(dossier: Dossier) -> Iterator[Cause]:
         problems = [hop for hop in report.hops if hop.problem]
         if target is None:
             seen = problems[0] if problems else report.hops[-1] if report.hops else None
-            where = "no hop answered" if seen is None else f"hop {seen.distance} {', '.join(seen.addresses) or 'silent'}"
+            where = (
+                "no hop answered" if seen is None else f"hop {seen.distance} {', '.join(seen.addresses) or 'silent'}"
+            )
             yield make_cause(
                 "tcp.path-unreachable",
                 f"{report.target} was not reached: {problems[0].problem if problems else 'nothing answers'}",
@@ -126,7 +128,8 @@ def _paths(dossier: Dossier) -> Iterator[Cause]:
             first = next((hop for hop in report.hops if hop.loss >= target.loss), target)
             yield make_cause(
                 "tcp.path-loss",
-                f"{format_percent(target.loss)} of the probes to {report.target} are lost, from hop {first.distance} on",
+                f"{format_percent(target.loss)} of the probes to {report.target} are lost, from hop {first.distance} "
+                "on",
                 [
                     Evidence(
                         where=f"hop {hop.distance} {', '.join(hop.addresses)}",

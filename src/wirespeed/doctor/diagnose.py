@@ -147,10 +147,11 @@ def _exposure_lines(exposure: Exposure | None) -> tuple[str, ...]:
         return ()
     share = exposure.share
     word = "not the bottleneck" if share < MINOR_SHARE else "minor" if share < LARGE_SHARE else "worth work"
-    lines = [
+    first = (
         f"step {format_duration(exposure.step_s)}, of which {format_duration(exposure.exposed_s)} exposed "
         f"communication ({format_percent(share)}: {word}), from {exposure.source}"
-    ]
+    )
+    lines = [first]
     if exposure.waiting_s is not None and exposure.is_mostly_waiting:
         lines.append(
             f"{format_percent(exposure.waiting_s / exposure.exposed_s)} of that is waiting for ranks that came "

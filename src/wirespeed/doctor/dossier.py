@@ -138,7 +138,7 @@ class _Reader:
         elif not self._take_record(kind, Path(path)):
             self._notes.append(f"{path} is a record of kind {kind!r}, which the verdict does not use")
 
-    def _take_record(self, kind: str, path: Path) -> bool:  # noqa: PLR0912 - one branch per kind
+    def _take_record(self, kind: str, path: Path) -> bool:
         held = self._held
         if kind == "tune":
             record = read(path, TuneRecord)

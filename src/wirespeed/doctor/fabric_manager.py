@@ -1,8 +1,8 @@
 """What manages and carries the InfiniBand fabric, as one host sees it: subnet manager, cables and optical modules.
 
-The subnet manager's state needs the right to send management packets (root); without it only the port's own file tells.
-Cables are asked through mlxlink or ethtool, where one is installed: limits and alarms are the module's own. Errors since
-boot prove nothing; what grows under load is in counters.py.
+The subnet manager's state needs the right to send management packets (root); without it only the port's own file
+tells. Cables are asked through mlxlink or ethtool, where one is installed: limits and alarms are the module's own.
+Errors since boot prove nothing; what grows under load is in counters.py.
 
 Standard library only: this module travels to hosts that have nothing else.
 """
@@ -99,7 +99,9 @@ def _ask_manager(view: HostView, port: RdmaPort) -> Iterator[Outcome]:
                 severity="warning",
                 title="The subnet manager does not answer: links that change will not come back.",
                 evidence=(Evidence(where=f"`sminfo -C {port.device}`", seen=why, expected="SMINFO_MASTER"),),
-                remedy=Remedy(text="look at it on the switch or host that runs it", commands=("systemctl status opensm",)),
+                remedy=Remedy(
+                    text="look at it on the switch or host that runs it", commands=("systemctl status opensm",)
+                ),
                 source="infiniband-diags sminfo(8)",
                 path="rdma",
             )
@@ -156,7 +158,9 @@ def service_level(view: HostView) -> Iterator[Outcome]:
                 Evidence(where=given.where, seen=f"NCCL_IB_SL={level}"),
                 Evidence(where=where, seen=seen, expected="a lane from 0 to 14"),
             ),
-            remedy=Remedy(text="unset NCCL_IB_SL, or take a level that the subnet manager maps", commands=("unset NCCL_IB_SL",)),
+            remedy=Remedy(
+                text="unset NCCL_IB_SL, or take a level that the subnet manager maps", commands=("unset NCCL_IB_SL",)
+            ),
             source="InfiniBand architecture specification: SL to VL mapping; NCCL environment documentation",
             path="rdma",
         )
@@ -241,7 +245,9 @@ def _alarms(name: str, text: str) -> Iterator[Outcome]:
         severity="critical" if is_alarm else "warning",
         title=f"The optical module of {name} raises {'an alarm' if is_alarm else 'a warning'}: {said}.",
         evidence=(Evidence(where=f"`ethtool -m {name}`", seen=said, expected="all Off"),),
-        remedy=Remedy(text="low light: clean the connectors, try another fibre; heat: airflow; else exchange the module"),
+        remedy=Remedy(
+            text="low light: clean the connectors, try another fibre; heat: airflow; else exchange the module"
+        ),
         source="SFF-8636 and CMIS: flags of the module itself",
     )
 

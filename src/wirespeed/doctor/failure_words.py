@@ -194,7 +194,8 @@ WORDS: dict[str, FailureText] = {
     ),
     "kernel_machine_check": FailureText(
         "host.hardware-error", "the processor or memory of this host reports errors", "drain the host; memory test",
-        ("ras-mc-ctl --errors", "ipmitool sel list"), "any", "kernel: machine check", severity="warning", is_fatal=False,
+        ("ras-mc-ctl --errors", "ipmitool sel list"), "any", "kernel: machine check", severity="warning",
+        is_fatal=False,
     ),
     "kernel_host_hang": FailureText(
         "host.hang", "the kernel of this host hangs ({who}): its ranks do not answer",

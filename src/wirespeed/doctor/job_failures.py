@@ -1,8 +1,8 @@
 """What launchers, gloo, UCX, MPI and the system say when a job dies or cannot start: one row per kind of line.
 
-A row has a trigger (a word without digits that every such line holds, so that a block is searched at memory speed), the
-pattern, and what to say. Distractors look alike: a client of a web service that cannot resolve a name, a rendezvous
-that retries. Patterns therefore name the program that speaks, and warnings that a healthy start prints too are left out.
+A row has a trigger (a word without digits that every such line holds, so that a block is searched at memory speed),
+the pattern, and what to say. Distractors look alike: a client of a web service that cannot resolve a name, a rendezvous
+that retries. Patterns therefore name the program that speaks, and warnings of a healthy start are left out.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ RULES: tuple[JobRule, ...] = (
     JobRule("port_in_use", b"EADDRINUSE", _R(rb"port: (\d{1,5}).*EADDRINUSE|EADDRINUSE")),
     JobRule(
         "master_unreachable", b"while trying to connect to",
-        _R(rb"client socket has timed out after .{1,20} while trying to connect to \(?\[?([\w.:\-]+?[\],: ]+\d{1,5})\b"),
+        _R(rb"client socket has timed out after .{1,20} while trying to connect to \(?\[?"
+           rb"([\w.:\-]+?[\],: ]+\d{1,5})\b"),
     ),
     JobRule("master_unreachable", b"RendezvousConnectionError", _R(rb"RendezvousConnectionError: (.{1,120})")),
     JobRule("rendezvous_timeout", b"RendezvousTimeoutError", _R(rb"RendezvousTimeoutError")),
@@ -132,8 +133,10 @@ RULES: tuple[JobRule, ...] = (
         "store", b"retrieving ncclUniqueId",
         _R(rb"retrieving ncclUniqueId from \[?(?:rank )?(\d{1,7})\]?.*got error: (?:[^\n]{0,120})"), is_primary=False,
     ),
-    JobRule("collective_mismatch", b"mismatch between collectives", _R(rb"mismatch between collectives.{0,20}?\. ?(.*)")),
-    JobRule("barrier_missed", b"to pass monitoredBarrier", _R(rb"[Rr]anks? ([\d, ]+?) failed to pass monitoredBarrier")),
+    JobRule("collective_mismatch", b"mismatch between collectives",
+            _R(rb"mismatch between collectives.{0,20}?\. ?(.*)")),
+    JobRule("barrier_missed", b"to pass monitoredBarrier",
+            _R(rb"[Rr]anks? ([\d, ]+?) failed to pass monitoredBarrier")),
     JobRule("stuck", b"eartbeat monitor timed out", _R(rb"[Hh]eartbeat monitor timed out"), is_primary=False),
     JobRule("stuck", b"watchdog got stuck", _R(rb"watchdog got stuck for (\d+ \w+)"), is_primary=False),
     JobRule("name_unresolved", b"gai error", _R(rb"addresses of \(([\w.\-]+), \d+\) cannot be retrieved|()()gai error"),
@@ -148,31 +151,34 @@ RULES: tuple[JobRule, ...] = (
         "killed", b"mpirun noticed that process",
         _R(rb"process rank (\d{1,7}) with PID \d+ on node (\S+) exited on signal (\d{1,3})"), read=_mpirun,
     ),
-    JobRule("killed", b"srun: error:", _R(rb"srun: error: (\S+): tasks? ([\d,\-]+): ([A-Z][A-Za-z ]+?)(?: \(core dumped\))?\s*$"),
-            read=_srun),
+    JobRule("killed", b"srun: error:",
+            _R(rb"srun: error: (\S+): tasks? ([\d,\-]+): ([A-Z][A-Za-z ]+?)(?: \(core dumped\))?\s*$"), read=_srun),
     JobRule("node_lost", b"lost communication with a remote daemon", _R(rb"lost communication with a remote daemon")),
     JobRule("node_lost", b"TE daemon has unexpectedly", _R(rb"[OP]RTE daemon has unexpectedly failed")),
     JobRule("node_lost", b"DUE TO NODE FAIL", _R(rb"(?:ON (\S+) )?CANCELLED.*DUE TO NODE FAIL")),
     JobRule("node_lost", b"ode failure on", _R(rb"[Nn]ode failure on (\S+)")),
-    JobRule("node_lost", b"missed too many heartbeats", _R(rb"[Tt]he node with node id:? \w* ?(?:and address: (\S+) )?.*"
-                                                        rb"missed too many heartbeats")),
+    JobRule("node_lost", b"missed too many heartbeats",
+            _R(rb"[Tt]he node with node id:? \w* ?(?:and address: (\S+) )?.*missed too many heartbeats")),
     JobRule("node_lost", b"odeNotReady", _R(rb"NodeNotReady\s+(\S*)")),
     JobRule("host_memory", b"OOMKilled", _R(rb"OOMKilled")),
     JobRule("cancelled", b"The node was low on resource", _R(rb"(The node was low on resource: [\w\-]+)")),
     JobRule("open_files", b"oo many open files", _R(rb"[Tt]oo many open files")),
     JobRule("disk_full", b"No space left on device", _R(rb"No space left on device"), read=_shared_or_disk),
-    JobRule("completion", b"UCX", _R(rb"UCX +ERROR +(Transport retry count exceeded|Receiver-not-ready retry count exceeded|"
-                                     rb"Local protection\w*)(?: on ([\w.\-]+))?"), read=_ucx),
+    JobRule("completion", b"UCX  ERROR",
+            _R(rb"UCX +ERROR +(Transport retry count exceeded|Receiver-not-ready retry count exceeded|"
+               rb"Local protection\w*)(?: on ([\w.\-]+))?"), read=_ucx),
     JobRule("completion", b"Failed status", _R(rb"Failed status (\d{1,3}): wr_id \d+ syndrom (\S+)"), read=_perftest),
     JobRule("modify_qp", b"Failed to modify QP", _R(rb"Failed to modify QP \d* ?to (RT[RS])")),
     JobRule("connect", b"ouldn't connect to", _R(rb"Couldn't connect to ([\w.\-]+:\d+)")),
-    JobRule("connect", b"unable to connect to server", _R(rb"iperf3: error - unable to connect to server[^:]*: ([^\n]{1,80})")),
+    JobRule("connect", b"unable to connect to server",
+            _R(rb"iperf3: error - unable to connect to server[^:]*: ([^\n]{1,80})")),
     JobRule("connect", b"btl_tcp_endpoint", _R(rb"connect\(\) to ([\d.]+):\d+ failed: ([^\n(]{1,60})"),
             read=lambda m: Said("connect", _text(m[2]), peer=_text(m[1]))),
     JobRule("connect", b"onnectFullMesh", _R(rb"onnectFullMesh failed with.*?(?:SO_ERROR: ([^,\n]+), )?"
                                              rb"remote=\[?([\d.a-f:]+?)[\]:]"), read=_gloo_connect),
     JobRule("gloo_interface", b"nable to find address for", _R(rb"Unable to find address for:? ?([\w.\-]+)")),
-    JobRule("gloo_hostname", b"nable to resolve hostname to a", _R(rb"Unable to resolve hostname to a \(?local\)? address")),
+    JobRule("gloo_hostname", b"nable to resolve hostname to a",
+            _R(rb"Unable to resolve hostname to a \(?local\)? address")),
     JobRule("memlock_warning", b"RLIMIT_MEMLOCK is", _R(rb"RLIMIT_MEMLOCK is (\d+ bytes)")),
     JobRule("verbs_provider", b"no userspace device-specific driver",
             _R(rb"no userspace device-specific driver found for (\S+)")),
@@ -295,7 +301,8 @@ WORDS: dict[str, FailureText] = {
     ),
     "driver": FailureText(
         "gpu.driver-too-old", "{who}: the GPU driver is older than the CUDA of this program ({detail})",
-        "a newer driver, or a build for the driver's CUDA", ("nvidia-smi | head -4",), "gpu", "CUDA compatibility guide",
+        "a newer driver, or a build for the driver's CUDA", ("nvidia-smi | head -4",), "gpu",
+        "CUDA compatibility guide",
     ),
     "no_gpu": FailureText(
         "gpu.no-device", "{who} sees no GPU ({detail})",
@@ -316,11 +323,12 @@ WORDS: dict[str, FailureText] = {
     "nvls": FailureText(
         "gpu.nvls", "{who}: NVLink SHARP multicast could not be set up ({detail})",
         "fabric manager and NVSwitches of one version; memory left for it. Without it: NCCL_NVLS_ENABLE=0",
-        ("systemctl status nvidia-fabricmanager", "export NCCL_NVLS_ENABLE=0   # a test"), "gpu", "NCCL transport/nvls.cc",
+        ("systemctl status nvidia-fabricmanager", "export NCCL_NVLS_ENABLE=0   # a test"), "gpu",
+        "NCCL transport/nvls.cc",
     ),
     "network_not_found": FailureText(
         "nccl.network-not-found", "{who}: NCCL was told to use network {detail}, which is not there",
-        "the plugin in LD_LIBRARY_PATH, verbs in the image, devices in the container; NCCL_NET must name it as NCCL does",
+        "the plugin in LD_LIBRARY_PATH, verbs in the image, devices in the container; NCCL_NET names it as NCCL does",
         ("env | grep NCCL_NET", "ls /dev/infiniband /sys/class/infiniband", "ldconfig -p | grep -E 'nccl-net|ibverbs'"),
         "rdma", "NCCL environment documentation",
     ),

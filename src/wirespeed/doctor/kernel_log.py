@@ -64,7 +64,8 @@ _PATTERNS: tuple[tuple[str, re.Pattern[bytes]], ...] = (
     ("machine_check", re.compile(rb"\[Hardware Error\]: (?:Machine check|CPU \d+|Corrected error|Uncorrected)")),
     ("host_hang", re.compile(rb"soft lockup - CPU#(\d+)|task (\S+) blocked for more than \d+ seconds|"
                              rb"self-detected stall")),
-    ("storage", re.compile(rb"nfs: server (\S+) not responding|Lustre\S* .*Connection to (\S+) .*was lost; in progress")),
+    ("storage", re.compile(rb"nfs: server (\S+) not responding|"
+                           rb"Lustre\S* .*Connection to (\S+) .*was lost; in progress")),
     ("throttled", re.compile(rb"(CPU\d+): .*temperature above threshold, cpu clock throttled")),
     ("allocation", re.compile(rb"(\S+): page allocation failure: order:([4-9]|\d\d)")),
 )  # fmt: skip
@@ -114,9 +115,10 @@ class KernelReader:
             if known is not None:
                 known.count += 1
             elif len(self.events) < MAX_KEPT:
+                words = XID_WORDS.get(code, "") if kind == "xid" and code is not None else ""
                 self.events[key] = KernelEvent(
                     kind=kind, device=device, where=f"{source}:{number}", text=shown(line), time_s=find_time_s(line),
-                    detail=" ".join(groups[1:]) if code is None else XID_WORDS.get(code, "") if kind == "xid" else "", code=code,
+                    detail=" ".join(groups[1:]) if code is None else words, code=code,
                 )  # fmt: skip
             return
 

@@ -157,8 +157,8 @@ def _asymmetric(view: HostView, peer: str, route: dict[str, Any]) -> Iterator[Ou
         id="route.asymmetric",
         subject=peer,
         severity="warning",
-        title=f"{peer} reaches this host at {view.address}, but packets to it leave by {route.get('dev', 'another way')} "
-        f"with source {source}: the ways there and back differ.",
+        title=f"{peer} reaches this host at {view.address}, but packets to it leave by "
+        f"{route.get('dev', 'another way')} with source {source}: the ways there and back differ.",
         evidence=(
             Evidence(
                 where=f"`ip route get {peer}`",

@@ -48,7 +48,9 @@ def rank_ports(view: HostView) -> Iterator[Outcome]:
                 address, port = listeners[inode]
                 seen[address].append(port)
         if hidden:
-            yield Unknown(what=f"ports of {hidden} ranks of {job}", why="their files may not be listed", hint="run as root")
+            yield Unknown(
+                what=f"ports of {hidden} ranks of {job}", why="their files may not be listed", hint="run as root"
+            )
         for address, ports in sorted(seen.items()):
             shown = ", ".join(map(str, sorted(ports)[:_MAX_SHOWN])) + (" ..." if len(ports) > _MAX_SHOWN else "")
             yield Fact(key=f"route.port.ranks.{address}", value=f"{len(ports)} ports of {job}: {shown}")
@@ -79,7 +81,10 @@ def _only_loopback(job: str, seen: dict[str, list[int]], *, is_one_host: bool) -
         ),
         remedy=Remedy(
             text="the host's own name resolves to a loopback address, or an interface setting names lo",
-            commands=("getent hosts $(hostname)", "export GLOO_SOCKET_IFNAME=<interface> NCCL_SOCKET_IFNAME=<interface>"),
+            commands=(
+                "getent hosts $(hostname)",
+                "export GLOO_SOCKET_IFNAME=<interface> NCCL_SOCKET_IFNAME=<interface>",
+            ),
         ),
         source="gloo: address of the hostname; horovod#584",
     )

@@ -7,7 +7,6 @@ not show the active one. Whether a lossy fabric hurts, only counters under load 
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Iterator
 
 from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Setting, Unknown, check

@@ -189,7 +189,9 @@ def socket_options(view: HostView) -> list[Outcome]:
     """What each connection was set up with. One finding per kind, with the connections it is true of."""
     held = connections(view)
     if held is None:
-        return [Unknown(what="options of TCP connections", why="the kernel refused INET_DIAG", hint="modprobe tcp_diag")]
+        return [
+            Unknown(what="options of TCP connections", why="the kernel refused INET_DIAG", hint="modprobe tcp_diag")
+        ]
     near = [c for c in held if (c.min_rtt_s if c.min_rtt_s is not None else c.rtt_s) < _NEAR_S]
     outcomes: list[Outcome] = []
     marks = sorted({c.tos >> 2 for c in near if c.tos is not None})
@@ -236,7 +238,7 @@ def _small_segments(view: HostView, near: list[Connection]) -> list[Outcome]:
     mtus = [nic.mtu for nic in view.physical_nics if nic.is_up and nic.mtu is not None]
     if not mtus:
         return []
-    bad = [c for c in near if 0 < c.mss_bytes and 0 < c.path_mtu_bytes < min(mtus) - 100 and min(mtus) > _SMALL_MTU]
+    bad = [c for c in near if c.mss_bytes > 0 and 0 < c.path_mtu_bytes < min(mtus) - 100 and min(mtus) > _SMALL_MTU]
     bad += [c for c in near if c not in bad and 0 < c.mss_bytes < min(mtus) // 2 and min(mtus) >= _SMALL_MTU]
     if not bad or (len(bad) < 2 and len(bad) < len(near)):
         return []
@@ -245,7 +247,8 @@ def _small_segments(view: HostView, near: list[Connection]) -> list[Outcome]:
             id="tcp.small-segments",
             subject=bad[0].remote,
             severity="warning",
-            title=f"{len(bad)} connections send segments of {bad[0].mss_bytes} bytes, though the interface takes packets of "
+            title=f"{len(bad)} connections send segments of {bad[0].mss_bytes} bytes, though the interface takes "
+            f"packets of "
             f"{min(mtus)}.",
             evidence=(
                 Evidence(
@@ -279,7 +282,8 @@ def _fixed_buffers(view: HostView, near: list[Connection]) -> list[Outcome]:
                     id="tcp.fixed-buffer",
                     subject=key,
                     severity="notice",
-                    title=f"{len(bad)} connections have a buffer that their program fixed ({option}) and the kernel cut at "
+                    title=f"{len(bad)} connections have a buffer that their program fixed ({option}), cut by the "
+                    f"kernel at "
                     f"{format_size(2 * most)}: it does not grow any more.",
                     evidence=(
                         Evidence(where="INET_DIAG skmeminfo", seen=f"{_of(bad)}: {format_size(2 * most)}"),
@@ -304,7 +308,8 @@ def _lossy(busy: list[Connection]) -> list[Outcome]:
             id="tcp.connection-lossy",
             subject=worst.remote,
             severity="warning",
-            title=f"{len(bad)} of {len(busy)} busy connections send much again; the worst {format_percent(share)} of its bytes.",
+            title=f"{len(bad)} of {len(busy)} busy connections send much again, the worst {format_percent(share)} "
+            "of its bytes.",
             evidence=(
                 Evidence(
                     where=f"INET_DIAG {worst.local} -> {worst.remote}",
@@ -314,8 +319,11 @@ def _lossy(busy: list[Connection]) -> list[Outcome]:
                 Evidence(where="of this kind", seen=_of(bad)),
             ),
             remedy=Remedy(
-                text="if all go to one peer: its link; if all go everywhere: this host's. `--during 10s` shows where it grows",
-                commands=("wirespeed doctor host --during 10s", f"wirespeed doctor path {worst.remote.rpartition(':')[0]}"),
+                text="all to one peer: its link; to all peers: this host's. `--during 10s` shows what grows",
+                commands=(
+                    "wirespeed doctor host --during 10s",
+                    f"wirespeed doctor path {worst.remote.rpartition(':')[0]}",
+                ),
             ),
             source="linux/tcp.h tcpi_bytes_retrans; above 0.1 % of segments: bad (own rule)",
             path="tcp",

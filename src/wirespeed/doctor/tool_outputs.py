@@ -14,7 +14,15 @@ from wirespeed.doctor.check import Evidence, Finding, Path, Remedy, Severity
 from wirespeed.doctor.log_lines import shown
 from wirespeed.units import format_percent, format_rate
 
-STARTS = (b"hca_id:", b"LnkSta:", b"Settings for ", b"Physical state:", b"rwnd_limited:", b"sndbuf_limited:", b"Legend:")
+STARTS = (
+    b"hca_id:",
+    b"LnkSta:",
+    b"Settings for ",
+    b"Physical state:",
+    b"rwnd_limited:",
+    b"sndbuf_limited:",
+    b"Legend:",
+)
 """A file that holds one of these may hold such an output."""
 MAX_FOUND = 200
 LIMITED_PERCENT = 10.0
@@ -67,7 +75,7 @@ class ToolReader:
         self._best_mbit = 0
         self._mbit = 0
 
-    def take(self, number: int, line: bytes) -> None:  # noqa: PLR0912 - one branch per kind of line
+    def take(self, number: int, line: bytes) -> None:
         """One line of any kind."""
         if (found := _CA.search(line)) is not None:
             self._clear()

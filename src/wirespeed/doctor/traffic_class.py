@@ -144,7 +144,8 @@ def _switch(view: HostView, netdev: str) -> Iterator[Outcome]:
             id="rdma.pfc-differs-from-switch",
             subject=netdev,
             severity="warning",
-            title=f"{netdev} and its switch port do not agree on lossless priorities: one end pauses what the other drops.",
+            title=f"{netdev} and its switch port do not agree on lossless priorities: one end pauses what the other "
+            "drops.",
             evidence=(
                 Evidence(where=f"PFC of {netdev}", seen=_listed(here), expected=_listed(there)),
                 Evidence(where=f"`lldptool -t -n -i {netdev} -V PFC`", seen=_listed(there)),

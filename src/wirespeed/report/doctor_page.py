@@ -159,7 +159,9 @@ def _remedy(remedy: Remedy) -> list[tuple[str, str]]:
     rows = [("do", _text(remedy.text) + _commands(remedy.commands))]
     if remedy.settings:
         values = "\n".join(f"{one.key} = {one.value}" for one in remedy.settings)
-        rows.append(("set", f"<pre>{_text(values)}</pre><p>wirespeed doctor host --apply sets it, --rollback undoes it</p>"))
+        rows.append(
+            ("set", f"<pre>{_text(values)}</pre><p>wirespeed doctor host --apply sets it, --rollback undoes it</p>")
+        )
     if remedy.caution:
         rows.append(("caution", _text(remedy.caution)))
     if remedy.undo:
@@ -211,7 +213,8 @@ def _verdict(verdict: Verdict) -> str:
         ("measured", verdict.capability),
     ]
     rows = "".join(
-        f'<tr><th scope="row">{_text(name)}</th><td>{"<br>".join(map(_text, lines)) or "not in these files"}</td></tr>\n'
+        f'<tr><th scope="row">{_text(name)}</th>'
+        f"<td>{'<br>'.join(map(_text, lines)) or 'not in these files'}</td></tr>\n"
         for name, lines in chain
     )
     body = _header(about, verdict.headline, _tone(findings), tiles)
@@ -298,7 +301,9 @@ def _cluster_headline(report: ClusterReport) -> str:
     if report.failures:
         return f"{len(report.failures)} of {len(report.hosts) + len(report.failures)} hosts gave no answer"
     if findings:
-        hosts = [finding.host for finding in findings if (finding.id, finding.title) == (findings[0].id, findings[0].title)]
+        hosts = [
+            finding.host for finding in findings if (finding.id, finding.title) == (findings[0].id, findings[0].title)
+        ]
         return f"{fold_hosts(list(dict.fromkeys(hosts)))}: {findings[0].title}"
     grave = [one for one in report.drift if one.severity != "notice"]
     if grave:
@@ -310,7 +315,11 @@ def _cluster(report: ClusterReport) -> str:
     numbers = counts(report.findings)
     grave = sum(one.severity != "notice" for one in report.drift)
     tiles = [
-        ("hosts", str(len(report.hosts)), f"{len(report.failures)} gave no answer" if report.failures else "all answered"),
+        (
+            "hosts",
+            str(len(report.hosts)),
+            f"{len(report.failures)} gave no answer" if report.failures else "all answered",
+        ),
         ("findings", str(sum(numbers.values())), _said(numbers)),
         ("differences", str(len(report.drift)), f"{grave} that matter"),
     ]
@@ -336,7 +345,9 @@ def _cluster(report: ClusterReport) -> str:
                 one.key,
                 "no majority" if one.usual is None else one.usual,
                 f"{one.num_differing} of {len(report.hosts)}",
-                "; ".join(f"{value}: {fold_hosts(hosts)}" for value, hosts in one.hosts_of.items() if value != one.usual),
+                "; ".join(
+                    f"{value}: {fold_hosts(hosts)}" for value, hosts in one.hosts_of.items() if value != one.usual
+                ),
             ]
             for one in report.drift
         ]
@@ -382,7 +393,8 @@ def _fabric(report: FabricReport) -> str:
 
 def _sides(report: FabricReport) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{_text(host)}</th>{_side(report.sending.get(host))}{_side(report.receiving.get(host))}</tr>\n'
+        f'<tr><th scope="row">{_text(host)}</th>{_side(report.sending.get(host))}'
+        f"{_side(report.receiving.get(host))}</tr>\n"
         for host in report.hosts
     )
     return (
