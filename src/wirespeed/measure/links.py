@@ -83,7 +83,8 @@ def measure_links(
     Per pair and direction and number of ``streams`` one transfer of ``duration_s`` is cut into ``windows``, each a
     sample; before it ``num_pings`` small messages go to and fro. ``timeout_s`` bounds every wait for a host beyond the
     time its work takes, ``join_timeout_s`` the wait for all ranks. Rank 0 listens at MASTER_ADDR on ``port``:
-    MASTER_PORT, or one above it under torchrun, whose agent holds that one. What rank 0 was given counts for all. Raises PeerFailure naming the host that failed.
+    MASTER_PORT, or one above it under torchrun, whose agent holds that one. What rank 0 was given counts for all.
+    Raises PeerFailure naming the host that failed.
     """
     if not streams or not all(1 <= count <= MAX_STREAMS for count in streams):
         raise UsageError(f"got streams {list(streams)}", expected=f"numbers of 1 to {MAX_STREAMS}")
