@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
+from typer.core import TyperGroup
 
 from wirespeed.errors import UsageError
 from wirespeed.units import parse_duration, parse_rate
@@ -22,7 +24,21 @@ if TYPE_CHECKING:
     from wirespeed.doctor.sysctl import Outcome, SysctlStore
     from wirespeed.system import System
 
+
+class _FilesOrCommand(TyperGroup):
+    """``wirespeed doctor FILE...`` is the verdict on these files; a command of that name goes before a file."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first word names, else the verdict where it names a file."""
+        if self.get_command(ctx, args[0]) is None and (args[0] == "-" or Path(args[0]).exists()):
+            return "verdict", self.get_command(ctx, "verdict"), args
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_FilesOrCommand,
     help="Find what is wrong with a host, a fabric or a job's logs, and say how to mend and undo it.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -33,7 +49,10 @@ _SITE_SUPPRESSIONS = Path("/etc/wirespeed/suppressions.toml")
 
 @app.callback()
 def _group() -> None:
-    """Find what is wrong with a host, a fabric or a job's logs, and say how to mend and undo it."""
+    """Find what is wrong with a host, a fabric or a job's logs, and say how to mend and undo it.
+
+    `wirespeed doctor FILE...` gives the verdict on a job's logs, traces and records, as `wirespeed why` does.
+    """
 
 
 @app.command("host")

@@ -15,6 +15,7 @@ from wirespeed.doctor.check import Evidence
 from wirespeed.doctor.log_scan import JobFacts
 from wirespeed.doctor.measurements import GOOD_SHARE, Measurement
 from wirespeed.doctor.nccl_facts import NcclFacts
+from wirespeed.doctor.nccl_tests import UNSTEADY
 from wirespeed.units import format_rate, format_size
 
 ROCE_FLOOR_BIT_PER_S = 8e9
@@ -30,6 +31,7 @@ def measured_causes(job: JobFacts) -> Iterator[Cause]:
     verbs = [m for m in job.measurements if m.tool == "perftest" and m.bit_per_s]
     tcp = [m for m in job.measurements if m.tool == "iperf3" and m.bit_per_s]
     yield from _wrong_results(tests)
+    yield from _unsteady(tests)
     yield from _single_stream(job, tests, tcp)
     yield from _link_fine_nccl_not(job, tests, verbs)
     yield from _lossy_roce(job, tests)
@@ -75,6 +77,26 @@ def _wrong_results(tests: Sequence[Measurement]) -> Iterator[Cause]:
             path="any",
             fix="do not train on this; unset unusual NCCL settings (chunk and buffer sizes), then test hosts in pairs",
             commands=("all_reduce_perf -b 8 -e 4G -f 2 -c 1",),
+        )
+
+
+def _unsteady(tests: Sequence[Measurement]) -> Iterator[Cause]:
+    bad = [(m, note) for m in tests for note in m.notes if note.startswith(UNSTEADY)]
+    # One size may have met a neighbour; half of the sizes have not.
+    if len(bad) * 2 > sum(len(m.points) for m in tests if any(m is one for one, _ in bad)) / 2:
+        measurement, note = bad[0]
+        yield make_cause(
+            "measure.unsteady",
+            f"{measurement.test} of nccl-tests is unsteady: {note}",
+            [Evidence(where=m.where, seen=text) for m, text in bad[:4]],
+            kind="capability",
+            weight=0.5,
+            subject="iterations",
+            path="any",
+            fix="a straggler where one process has the spikes (per_process_max_times_us), the fabric or a neighbour's "
+            "job where all have them",
+            commands=("all_reduce_perf -b 1M -e 1G -f 2 -I 1 -J run.json", "wirespeed doctor fabric"),
+            source="nccl-tests tools/analyze_perf_json.py",
         )
 
 
