@@ -143,6 +143,15 @@ KINDS = {
         0, "P2P is disabled between connected GPUs 0 and 1. You can repress this message with NCCL_IGNORE_DISABLED_P2P=1.",
         at="graph/paths.cc:308",
     )), "nccl.no-p2p", kind="transport"),
+    "kernel without iommu=pt": Kind(tuple(JobLog(version="2.21.5").warn(
+        0, "Missing \"iommu=pt\" from kernel command line which can lead to system instablity or hang!", at="init.cc:90",
+    )), "pci.iommu", kind="setting"),
+    "an error without a log": Kind((
+        "[rank1]: torch.distributed.DistBackendError: NCCL error in: /opt/pytorch/ProcessGroupNCCL.cpp:1970, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5",
+    ), "nccl.error-unexplained"),
+    "the store's host is gone": Kind((
+        "[rank3]:[W307 10:20:30.1 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=69, addr=[node-d]:40000, remote=[node-a]:29500): failed to recv, got 0 bytes",
+    ), "job.peer-gone"),
     "NVSwitch": Kind((
         *JobLog().warn(1, "Cuda failure 'unspecified launch failure'"),
         "Mar  7 10:19:00 node-b kernel: nvidia-nvswitch3: SXid (PCI:0000:86:00.0): 20034, Fatal, Link 23 LTSSM Fault Up",
@@ -201,6 +210,13 @@ def test_the_first_cause_is_the_one_that_the_line_names(tmp_path: Path, name: st
 
 def test_lines_that_only_look_like_trouble_are_none(tmp_path: Path) -> None:
     assert causes_for(tmp_path, Kind((), "")) == ()
+
+
+def test_a_warning_that_no_rule_knows_is_shown_and_concludes_nothing(tmp_path: Path) -> None:
+    lines = tuple(JobLog().warn(2, "the flux capacitor of lane 3 is cold", at="misc/flux.cc:88"))
+    (cause,) = causes_for(tmp_path, Kind(lines, ""))
+    assert (cause.id, cause.finding.severity) == ("nccl.unknown-warning", "notice")
+    assert "flux capacitor" in cause.finding.evidence[0].seen
 
 
 def test_a_first_program_error_outranks_what_the_launcher_then_does(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ What a program did on its own (out of memory, an exception, a kill) goes before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -32,7 +32,7 @@ PROGRAM = frozenset((
     "gpu_memory", "program", "gpu", "crash", "host_memory", "shared_memory", "cuda", "collective_mismatch",
     "barrier_missed", "disk_full", "open_files", "library", "driver", "no_gpu", "device_ordinal", "fabric_manager",
 ))  # fmt: skip
-_FOLLOW_UPS = frozenset(("closed", "gloo", "completion", "ras_dead", "connect", "stuck", "store"))
+_FOLLOW_UPS = frozenset(("closed", "gloo", "completion", "ras_dead", "connect", "stuck", "store", "unexplained"))
 LATE_WORDS = frozenset(("killed", "cancelled"))
 """What launchers do to the rest after one rank failed: a cause only where nothing else is."""
 
@@ -308,9 +308,28 @@ def _init_hang(job: JobFacts, *, has_primary: bool) -> Iterator[Cause]:
     )
 
 
+def _unexplained(failures: Sequence[Failure]) -> Cause:
+    return make_cause(
+        "nccl.error-unexplained",
+        f"{names(dict.fromkeys(who(f) for f in failures), limit=3)}: NCCL failed ({failures[0].detail}), and why is not "
+        "in these files",
+        evidence_of(failures[:4]),
+        kind="failure",
+        weight=0.45,
+        severity="critical",
+        subject="nccl",
+        path="any",
+        fix="run it again with NCCL's own log, and give the logs of all ranks: the first warning there names the cause",
+        commands=("export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH", "wirespeed doctor logs *.log"),
+        source="torch.distributed: DistBackendError",
+    )
+
+
 def _only_secondary(job: JobFacts) -> Iterator[Cause]:
     secondary = [f for f in job.failures if not f.is_primary and f.kind in _FOLLOW_UPS]
-    if secondary and not job.laggards and job.desync is None:
+    if secondary and all(f.kind == "unexplained" for f in secondary) and not job.laggards and job.desync is None:
+        yield _unexplained(secondary)
+    elif secondary and not job.laggards and job.desync is None:
         peers = sorted({f.peer for f in secondary if f.peer})
         yield make_cause(
             "job.peer-gone",

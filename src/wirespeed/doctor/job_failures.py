@@ -133,6 +133,12 @@ RULES: tuple[JobRule, ...] = (
         "store", b"retrieving ncclUniqueId",
         _R(rb"retrieving ncclUniqueId from \[?(?:rank )?(\d{1,7})\]?.*got error: (?:[^\n]{0,120})"), is_primary=False,
     ),
+    JobRule("store", b"on SocketImpl", _R(rb"(?:recvValue|sendBytes|recvVector|waitForInput)\w* failed on SocketImpl\("
+                                          rb"[^)\n]*remote=\[?([\w.:\-]+?)\]?:\d+\)"),
+            read=lambda m: Said("store", "the store's connection broke", is_primary=False, peer=_text(m[1]))),
+    JobRule("unexplained", b"NCCL error in",
+            _R(rb"NCCL error in[^\n]*?, (unhandled \w+ error|internal error|invalid usage|"
+               rb"remote process exited or there was a network error)"), is_primary=False),
     JobRule("collective_mismatch", b"mismatch between collectives",
             _R(rb"mismatch between collectives.{0,20}?\. ?(.*)")),
     JobRule("barrier_missed", b"to pass monitoredBarrier",
@@ -341,6 +347,16 @@ WORDS: dict[str, FailureText] = {
         "nccl.no-p2p", "GPUs of {who} could talk directly and may not (P2P is disabled): {detail}",
         "ACS and IOMMU forbid it on bare metal; consumer GPUs have none",
         ("nvidia-smi topo -p2p r", "lspci -vvv | grep -i ACSCtl"), "gpu", "NCCL", severity="warning", kind="transport",
+    ),
+    "iommu_warning": FailureText(
+        "pci.iommu", "{who}: the kernel was not started with iommu=pt: devices' memory is translated",
+        "on bare metal add iommu=pt to the kernel's command line",
+        ("cat /proc/cmdline",), "gpu", "NCCL's own warning", "takes a reboot", "warning", kind="setting",
+    ),
+    "numa_warning": FailureText(
+        "host.numa-balancing", "{who}: automatic NUMA balancing is on, which makes times vary",
+        "switch it off while training", ("sysctl -w kernel.numa_balancing=0",), "any", "NCCL's own warning",
+        severity="notice", kind="setting",
     ),
     "tcp_lost": FailureText(
         "tcp.peer-lost", "{who} lost its peer while the job ran: {detail}",

@@ -103,6 +103,8 @@ _NVLS = re.compile(rb"(NVLS\)? [Mm]ulticast[^:\n]{0,60}: [^\n.]{1,80})")
 _NO_NETWORK = re.compile(rb"Error ?: network (\S+) not found")
 _NOT_OPEN = re.compile(rb"[Uu]nable to open device (\S+)")
 _P2P_DISABLED = re.compile(rb"P2P is disabled between (connected GPUs \d+ and \d+)")
+_IOMMU = re.compile(rb"Missing \"?iommu=pt\"? from kernel command line")
+_NUMA = re.compile(rb"NUMA auto balancing enabled")
 _DRIVER = re.compile(rb"(driver version is insufficient[^'\n]{0,60})")
 _NO_GPU = re.compile(rb"(no CUDA-capable device is detected)")
 _LOST = re.compile(
@@ -246,6 +248,8 @@ _READERS: tuple[tuple[re.Pattern[bytes], Callable[[re.Match[bytes]], FailureWord
     (_NO_NETWORK, _named("network_not_found")),
     (_NOT_OPEN, _named("device_not_open")),
     (_P2P_DISABLED, _named("p2p_disabled")),
+    (_IOMMU, _named("iommu_warning")),
+    (_NUMA, _named("numa_warning")),
     (_DRIVER, _named("driver")),
     (_NO_GPU, _named("no_gpu")),
     (_EFA_LOST, _named("efa")),
