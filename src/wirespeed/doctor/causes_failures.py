@@ -311,8 +311,8 @@ def _init_hang(job: JobFacts, *, has_primary: bool) -> Iterator[Cause]:
 def _unexplained(failures: Sequence[Failure]) -> Cause:
     return make_cause(
         "nccl.error-unexplained",
-        f"{names(dict.fromkeys(who(f) for f in failures), limit=3)}: NCCL failed ({failures[0].detail}), and why is not "
-        "in these files",
+        f"{names(dict.fromkeys(who(f) for f in failures), limit=3)}: NCCL failed ({failures[0].detail}), and why is "
+        "not in these files",
         evidence_of(failures[:4]),
         kind="failure",
         weight=0.45,

@@ -255,8 +255,8 @@ def _unknown_warnings(nccl: NcclFacts) -> Iterator[Cause]:
     if lines:
         yield make_cause(
             "nccl.unknown-warning", "NCCL warns of something that no rule here knows", lines, kind="setting",
-            weight=0.2, severity="notice", subject="warning", path="any", fix="read the line; nothing is concluded from it",
-            source="NCCL WARN",
+            weight=0.2, severity="notice", subject="warning", path="any",
+            fix="read the line; nothing is concluded from it", source="NCCL WARN",
         )  # fmt: skip
 
 

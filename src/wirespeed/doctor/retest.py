@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from wirespeed.doctor.check import Evidence, Finding
-from wirespeed.doctor.matrix import SLOW, Matrix, MatrixReport, judge, matrix_of
+from wirespeed.doctor.matrix import SLOW, UNSTEADY, Matrix, MatrixReport, judge, matrix_of
 from wirespeed.launch import Ranks
 from wirespeed.measure.links import Schedule, measure_links, rounds
 from wirespeed.measure.messages import SocketOptions
@@ -94,7 +94,7 @@ def confirm(report: MatrixReport, again: LinksRecord) -> tuple[tuple[Finding, ..
         if sample.bit_per_s and not sample.is_bidirectional:
             cell = (sample.source, sample.target)
             rates[cell] = max(rates.get(cell, 0.0), median(sample.bit_per_s) / report.usual_bit_per_s)
-            dips[cell] = max(dips.get(cell, 0.0), min(sample.bit_per_s) / max(1.0, *sample.bit_per_s))
+            dips[cell] = min(dips.get(cell, 1.0), min(sample.bit_per_s) / max(1.0, *sample.bit_per_s))
     kept: list[Finding] = []
     dropped: list[str] = []
     for finding in report.findings:
@@ -140,8 +140,8 @@ def _again(
     if finding.id == "link.slow-uplink":
         return lines  # fine alone is what oversubscription looks like; slow alone is a slow uplink: both are findings
     if finding.id == "link.flapping":
-        # A link that is up for the second measurement has still stalled in the first one.
-        return lines if min(dips[cell] for cell in seen) < SLOW or level < SLOW else None
+        # It comes and goes: one more stall in any of the repeats is enough, and none at all speaks against it.
+        return lines if min(dips[cell] for cell in seen) < UNSTEADY or level < SLOW else None
     return lines if level < SLOW else None
 
 
