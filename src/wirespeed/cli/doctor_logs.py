@@ -345,7 +345,8 @@ def show_causes(console: Console, causes: Sequence[Cause], *, limit: int | None)
             console.print(f"   or: {cause.alternatives}", markup=False)
         if cause.gives is not None:
             console.print(
-                f"   gives: {format_duration(cause.gives.now_s)} -> {format_duration(cause.gives.step_s)} per step "
+                f"   gives: {format_duration(cause.gives.now_s)} -> {'at best ' if cause.gives.is_bound else ''}"
+                f"{format_duration(cause.gives.step_s)} per step "
                 f"({format_percent(cause.gives.gain)} less; {cause.gives.basis})",
                 markup=False,
             )

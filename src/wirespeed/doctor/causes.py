@@ -27,6 +27,8 @@ class WhatItGives(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     now_s: float
     basis: str
+    is_bound: bool = False
+    """No better than this, as against simulated."""
 
     @property
     def gain(self) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Unknown, check
 from wirespeed.doctor.inventory import HostView, RdmaPort
+from wirespeed.doctor.launch import settings
 
 _SMINFO = re.compile(r"sm lid (\d+) sm guid (0x[0-9a-f]+), activity count (\d+) priority (\d+) state (\d+) (\w+)")
 _SL_ROW = re.compile(r"^ports: in\s+\d+, out\s+\d+:\s*\|(.*)\|\s*$", re.MULTILINE)
@@ -126,8 +127,6 @@ def _ask_manager(view: HostView, port: RdmaPort) -> Iterator[Outcome]:
 @check("rdma.service-level", "service level of training traffic against the fabric's lanes", applies=_no_infiniband)
 def service_level(view: HostView) -> Iterator[Outcome]:
     """NCCL_IB_SL against the table of the port: lane 15 is management's, and what is sent there is thrown away."""
-    from wirespeed.doctor.launch import settings
-
     given = settings(view).get("NCCL_IB_SL")
     if given is None or not given.value.isdigit():
         return

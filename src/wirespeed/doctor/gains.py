@@ -124,7 +124,7 @@ def _bounded(cause: Cause, exposure: Exposure | None) -> WhatItGives | None:
         basis = f"at most: all of the exposed time shrinks by {full / limit:.3g}"
     else:
         saved_s, basis = network_s, "a bound: no exposed communication at all"
-    return WhatItGives(step_s=exposure.step_s - saved_s, now_s=exposure.step_s, basis=basis)
+    return WhatItGives(step_s=exposure.step_s - saved_s, now_s=exposure.step_s, basis=basis, is_bound=True)
 
 
 def send_less(dossier: Dossier) -> list[Cause]:
@@ -176,6 +176,6 @@ def _choice(dossier: Dossier) -> Choice | None:
 
 
 def best_gain(causes: Sequence[Cause]) -> WhatItGives | None:
-    """The largest predicted gain among causes, for a page's head."""
+    """What mending the first cause with a prediction would give, simulated ones first: for a page's head."""
     held = [cause.gives for cause in causes if cause.gives is not None]
-    return max(held, key=lambda gives: gives.gain) if held else None
+    return next((gives for gives in held if not gives.is_bound), held[0] if held else None)

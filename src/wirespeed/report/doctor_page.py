@@ -179,7 +179,8 @@ def _gain(gives: WhatItGives) -> str:
     return (
         f'<div class="gain"><span>now</span><span class="bar" style="width:100%"></span>'
         f"<b>{_text(format_duration(gives.now_s))}</b>"
-        f'<span>then</span><span class="bar then" style="width:{after * 100:.1f}%"></span>'
+        f"<span>{'at best' if gives.is_bound else 'then'}</span>"
+        f'<span class="bar then" style="width:{after * 100:.1f}%"></span>'
         f"<b>{_text(format_duration(gives.step_s))}</b></div>"
         f"<p>{_text(format_percent(gives.gain))} less per step; {_text(gives.basis)}</p>"
     )
@@ -204,7 +205,8 @@ def _verdict(verdict: Verdict) -> str:
     word = {True: "yes", False: "no", None: "not known"}[verdict.is_network]
     tiles = [("is it the network?", word, "" if verdict.exposure else "no exposed time in these files")]
     if best is not None:
-        tiles.append(("step, predicted", format_duration(best.step_s), f"now {format_duration(best.now_s)}"))
+        name = "step, at best" if best.is_bound else "step, predicted"
+        tiles.append((name, format_duration(best.step_s), f"now {format_duration(best.now_s)}"))
     tiles.append(("causes", str(sum(numbers.values())), _said(numbers)))
     about = f"wirespeed why, {len(verdict.sources)} file" + ("s" if len(verdict.sources) != 1 else "")
     chain = [
