@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
 class _FilesOrCommand(TyperGroup):
     """``wirespeed doctor FILE...`` is the verdict on these files; a command of that name goes before a file."""
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the first word names, else the verdict where it names a file."""
         if self.get_command(ctx, args[0]) is None and (args[0] == "-" or Path(args[0]).exists()):
             return "verdict", self.get_command(ctx, "verdict"), args

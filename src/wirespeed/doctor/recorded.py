@@ -90,7 +90,7 @@ class Recorder(System):
     def process_sockets(self, pid: int) -> frozenset[int] | None:
         """As System, and noted."""
         found = super().process_sockets(pid)
-        if found:
+        if found is not None:
             self.held["sockets"][str(pid)] = sorted(found)
         return found
 
