@@ -42,11 +42,17 @@ class Process(NamedTuple):
     device: int | None
 
 
+def plain_process(head: bytes) -> Process | None:
+    """The process of a head that holds nothing else, or None."""
+    found = _PLAIN.fullmatch(head)
+    return None if found is None else Process(found[1].decode(), int(found[2]), int(found[3]))
+
+
 def find_process(head: bytes) -> Process | None:
     """``host:pid:tid [device]``, the last one before the message: launchers and times may stand before it."""
-    plain = _PLAIN.fullmatch(head)
+    plain = plain_process(head)
     if plain is not None:
-        return Process(plain[1].decode(), int(plain[2]), int(plain[3]))
+        return plain
     last = None
     for found in _PROCESS.finditer(head):
         # 22:06:35 looks like host:pid:tid too; NCCL puts the device after it.

@@ -11,13 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress, repeat
-from operator import contains, itemgetter, not_
+from operator import itemgetter, not_
 
 import msgspec
 
 from wirespeed.doctor import nccl_formats as formats
 from wirespeed.doctor.log_lines import Block, shown
-from wirespeed.doctor.log_prefix import Process, find_process, find_rank, find_time_s
+from wirespeed.doctor.log_prefix import Process, find_process, find_rank, find_time_s, plain_process
 from wirespeed.doctor.nccl_facts import NcclFacts, ViaCount
 from wirespeed.doctor.nccl_failures import LIKELY, Failure, parse_failure
 from wirespeed.doctor.nccl_setup import Place, SetupReader
@@ -89,29 +89,26 @@ class NcclReader:
             self._setup.setup_end[block.source] = block.first_line + last
             is_other = list(map(not_, is_channel))
             numbers, lines = list(compress(numbers, is_other)), list(compress(lines, is_other))
-        marks = list(map(bytes.find, lines, repeat(_INFO_MARK)))
-        is_info = [mark >= 0 for mark in marks]
-        by_head, num_known, skip = self._by_head, 0, len(_INFO_MARK)
-        for number, line, mark in zip(
-            compress(numbers, is_info), compress(lines, is_info), compress(marks, is_info), strict=True
-        ):
-            message = line[mark + skip :]
-            if message[:4] in _COLLECTIVES:
-                if b"Algo " not in message and _MARK not in message:
+        by_head, num_known = self._by_head, 0
+        other_numbers: list[int] = []
+        others: list[bytes] = []
+        for number, line in zip(numbers, lines, strict=True):
+            head, mark, message = line.partition(_INFO_MARK)
+            if mark:
+                known = by_head.get(head)
+                if (known is not None and message in known.seen) or (
+                    message[:4] in _COLLECTIVES and b"Algo " not in message and _MARK not in message
+                ):
                     num_known += 1
                     continue
             else:
-                known = by_head.get(line[:mark])
-                if known is not None and message in known.seen:
-                    num_known += 1
+                other_numbers.append(number)
+                others.append(line)
+                if _MARK not in line:
                     continue
             self._take_whole(block.source, number, line)
         self._num_lines += num_known
-        is_other = list(map(not_, is_info))
-        numbers, lines = list(compress(numbers, is_other)), list(compress(lines, is_other))
-        for index in compress(range(len(lines)), map(contains, lines, repeat(_MARK))):
-            self._take_whole(block.source, numbers[index], lines[index])
-        return numbers, lines
+        return other_numbers, others
 
     def _count_channels(
         self, block: Block, lines: Sequence[bytes], marks: Sequence[int], is_channel: Sequence[bool]
@@ -201,7 +198,12 @@ class NcclReader:
 
     def _known(self, head: bytes) -> _HostLines:
         """What is known of the host that a head names; heads without a time come again and are remembered."""
-        known = self._of_host(self._process(head).host)
+        process = plain_process(head)
+        if process is None:
+            process = self._process(head)
+        elif len(self._processes) < MAX_SEEN:
+            self._processes.add(process)
+        known = self._of_host(process.host)
         if len(head) < MAX_HEAD_BYTES:
             if len(self._by_head) >= MAX_SEEN:
                 self._by_head.clear()
