@@ -25,21 +25,31 @@ if TYPE_CHECKING:
 
 WORTH = 0.05
 """Of the step, below which another strategy is not worth naming."""
-_PREDICTED = ("transport", "capability", "program", "setting")
 
 
 def with_gain(cause: Cause, dossier: Dossier) -> Cause:
-    """The cause with its predicted step, where one can be told and mending it is about speed at all."""
-    if cause.kind not in _PREDICTED or cause.gives is not None or cause.id in _NOT_SPEED:
+    """The cause with its predicted step, where one can be told and mending it is about speed at all.
+
+    A limit above what the job's own NICs carry does not bind this job: nothing is promised for it.
+    """
+    if cause.gives is not None or cause.kind == "failure" or cause.id in _NOT_SPEED:
         return cause
-    if cause.kind == "setting" and cause.finding.severity == "notice":
-        return cause
-    gives = _simulated(cause, dossier) or _bounded(cause, dossier.exposure)
+    rates = rates_of(cause, dossier)
+    if rates is not None:
+        nic = _nic_rate(dossier)
+        if nic is not None and rates[0] > NOT_BINDING * nic:
+            return cause
+        gives = _simulated(rates, dossier) or _shrunk(rates, dossier.exposure)
+    else:
+        gives = _bound(cause, dossier.exposure)
     return cause if gives is None else msgspec.structs.replace(cause, gives=gives)
 
 
+NOT_BINDING = 1.2
+"""Line rate and goodput of one NIC differ by less."""
 _NOT_SPEED = frozenset((
-    "setting.chunk-size", "setting.versions-differ", "measure.wrong-results", "host.clock-not-synchronised",
+    "setting.chunk-size", "measure.wrong-results", "rdma.memlock", "host.memlock", "rdma.two-subnet-managers",
+    "rdma.subnet-manager-silent", "rdma.subnet-manager-not-master",
 ))  # fmt: skip
 
 
@@ -87,10 +97,16 @@ def _line_rate(dossier: Dossier) -> float | None:
     return min(per_host) if per_host else None
 
 
-def _simulated(cause: Cause, dossier: Dossier) -> WhatItGives | None:
+def _nic_rate(dossier: Dossier) -> float | None:
+    """The slowest host's NIC, one of them; None where the fabric is not known."""
+    if dossier.fabric is None:
+        return None
+    return min((h.rate_bit_per_s.value for h in dossier.fabric.hosts if h.rate_bit_per_s is not None), default=None)
+
+
+def _simulated(rates: tuple[float, float], dossier: Dossier) -> WhatItGives | None:
     """The job's own step with the wire faster by what was measured."""
-    rates = rates_of(cause, dossier)
-    if dossier.workload is None or dossier.fabric is None or rates is None:
+    if dossier.workload is None or dossier.fabric is None:
         return None
     from wirespeed.plan import costs_of
     from wirespeed.sim.costs import ScaledCosts
@@ -111,19 +127,34 @@ def _simulated(cause: Cause, dossier: Dossier) -> WhatItGives | None:
     )
 
 
-def _bounded(cause: Cause, exposure: Exposure | None) -> WhatItGives | None:
-    if exposure is None or exposure.exposed_s <= 0:
+def _network_s(exposure: Exposure) -> float:
+    """Of the exposed time, what is not waiting for a late rank: that stays whatever becomes of the network."""
+    return max(0.0, exposure.exposed_s - (exposure.waiting_s or 0.0))
+
+
+def _shrunk(rates: tuple[float, float], exposure: Exposure | None) -> WhatItGives | None:
+    if exposure is None or _network_s(exposure) <= 0:
         return None
-    limit, full = cause.finding.limit_bit_per_s, cause.finding.full_bit_per_s
-    # What is waiting for a late rank stays whatever becomes of the network.
-    network_s = max(0.0, exposure.exposed_s - (exposure.waiting_s or 0.0))
+    limit, full = rates
+    return WhatItGives(
+        step_s=exposure.step_s - _network_s(exposure) * (1 - limit / full),
+        now_s=exposure.step_s,
+        basis=f"at most: all of the exposed time shrinks by {full / limit:.3g}",
+        is_bound=True,
+    )
+
+
+def _bound(cause: Cause, exposure: Exposure | None) -> WhatItGives | None:
+    """No exposed communication at all, for what slows the path itself; nothing for what is merely set wrongly."""
+    if exposure is None:
+        return None
+    saved_s, basis = _network_s(exposure), "a bound: no exposed communication at all"
     if cause.id == "job.late-rank":
         saved_s, basis = exposure.waiting_s or 0.0, "at most: nobody waits for a late rank"
-    elif limit and full and full > limit:
-        saved_s = network_s * (1 - limit / full)
-        basis = f"at most: all of the exposed time shrinks by {full / limit:.3g}"
-    else:
-        saved_s, basis = network_s, "a bound: no exposed communication at all"
+    elif cause.kind == "setting" or (cause.kind == "capability" and cause.finding.path == "any"):
+        return None
+    if saved_s <= 0:
+        return None
     return WhatItGives(step_s=exposure.step_s - saved_s, now_s=exposure.step_s, basis=basis, is_bound=True)
 
 
