@@ -165,6 +165,55 @@ def test_a_retest_keeps_what_is_slow_again_and_drops_what_is_not() -> None:
     assert len(dropped) == 1
 
 
+@pytest.mark.parametrize("rack", range(4))
+def test_a_rack_is_measured_again_with_its_hosts_together(rack: int) -> None:
+    slow = uplink_at(GBIT, rack)
+    record = record_of(8, slow)
+    matrix = matrix_of(record, RACKS)
+    report = find_outliers(record, RACKS)
+    table = suspects(report, matrix)
+    assert len(table) == 3
+    assert all(len(pairs) == 2 for pairs in table)
+    inside = {2 * rack, 2 * rack + 1}
+    outside = [a if b in inside else b for a, b in table[0]]
+    assert len({n // 2 for n in outside}) == 2  # two other racks: neither of their uplinks is shared
+    kept, _ = confirm(report, record_of(8, slow, table=table), matrix)
+    assert [finding.subject for finding in kept] == [f"r{rack}"]
+    assert "together" in kept[0].evidence[-1].where
+    kept, dropped = confirm(report, record_of(8, lambda a, b, way: GBIT, table=table), matrix)
+    assert (kept, len(dropped)) == ((), 1)
+
+
+def test_hosts_without_racks_that_are_slow_to_the_others_are_measured_again_together() -> None:
+    def slow(a: int, b: int, way: list[tuple[int, int]]) -> float:
+        return 0.4 * GBIT if (a < 3) != (b < 3) else GBIT
+
+    record = record_of(8, slow)
+    matrix, report = matrix_of(record), find_outliers(record)
+    table = suspects(report, matrix)
+    assert {n for pairs in table for pair in pairs for n in pair if n < 3} == {0, 1, 2}
+    kept, _ = confirm(report, record_of(8, slow, table=table), matrix)
+    assert [finding.subject for finding in kept] == ["h0, h1, h2"]
+
+
+def test_one_more_stall_confirms_a_link_that_comes_and_goes_and_none_drops_it() -> None:
+    def stalling(record: LinksRecord, stalls: set[int]) -> LinksRecord:
+        samples = [
+            msgspec.structs.replace(sample, bit_per_s=(GBIT, GBIT, 0.1 * GBIT, GBIT, GBIT)) if n in stalls else sample
+            for n, sample in enumerate(record.samples)
+        ]
+        return msgspec.structs.replace(record, samples=tuple(samples))
+
+    record = record_of(8, lambda a, b, way: GBIT)
+    own = {n for n, sample in enumerate(record.samples) if "h5" in (sample.source, sample.target)}
+    record = stalling(record, own)
+    matrix, report = matrix_of(record), find_outliers(record)
+    assert named(report) == [("link.flapping", "h5")]
+    again = record_of(8, lambda a, b, way: GBIT, table=suspects(report, matrix))
+    assert confirm(report, again, matrix)[0] == ()
+    assert [finding.id for finding in confirm(report, stalling(again, {3}), matrix)[0]] == ["link.flapping"]
+
+
 def test_history_names_what_became_slower(tmp_path: Path) -> None:
     for day in range(4):
         old = record_of(6, lambda a, b, way: GBIT, seed=day)

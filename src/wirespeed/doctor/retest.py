@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from wirespeed.doctor.check import Evidence, Finding
-from wirespeed.doctor.matrix import SLOW, UNSTEADY, Matrix, MatrixReport, judge, matrix_of
+from wirespeed.doctor.matrix import SLOW, UNSTEADY, Cell, Matrix, MatrixReport, judge, matrix_of
 from wirespeed.launch import Ranks
 from wirespeed.measure.links import Schedule, measure_links, rounds
 from wirespeed.measure.messages import SocketOptions
@@ -23,11 +24,12 @@ MAX_EXACT_HOSTS = 32
 NUM_MATCHINGS = 15
 """Random matchings beyond that many hosts: each host meets 15 others (Imbue's p2p_ib_test.py takes as many)."""
 PARTNERS = 2
-MAX_RETESTS = 24
+MAX_TOGETHER = 4
+MAX_SUSPECTS = 8
+MAX_RETESTS = 16
 NUM_PINGS = 20
 """Round trips are only needed to know how long slow start takes."""
 REPEATS = 3
-"""The best of as many counts: a slow path is never fast, a busy machine is not always slow."""
 
 
 class FabricReport(Record, frozen=True, kw_only=True, tag="fabric_report"):
@@ -57,59 +59,99 @@ def schedule_of(num_hosts: int, *, seed: int = 0) -> Schedule:
 
 
 def suspects(report: MatrixReport, matrix: Matrix) -> Schedule:
-    """The pairs to measure alone, one per round: a suspect host with known-good partners, a suspect path itself."""
+    """The rounds of the second pass, each several times.
+
+    A suspect host with known-good partners and a suspect path: each pair alone. The hosts of a suspect rack: together,
+    as they were when it stood out.
+    """
     index = {host: number for number, host in enumerate(matrix.hosts)}
     bad = {finding.subject for finding in report.findings}
     good = sorted(
         (h for h in matrix.hosts if h not in bad),
         key=lambda h: -min(report.sending.get(h, 0.0), report.receiving.get(h, 0.0)),
     )
-    pairs: dict[tuple[int, int], None] = {}
-    for finding in report.findings:
-        for one, other in _pairs_of(finding, matrix, good):
-            a, b = index[one], index[other]
-            pairs[min(a, b), max(a, b)] = None
-    return [[pair] for pair in list(pairs)[:MAX_RETESTS]] * REPEATS
+    table: dict[tuple[tuple[int, int], ...], None] = {}
+    for finding in report.findings[:MAX_SUSPECTS]:
+        for pairs in _rounds_of(finding, matrix, good):
+            # All hosts of a rack send at the same time, and then all receive: the first of each pair is the rack's.
+            numbers = tuple((index[a], index[b]) for a, b in pairs)
+            table[numbers if len(numbers) > 1 else tuple((min(pair), max(pair)) for pair in numbers)] = None
+    return [list(pairs) for pairs in list(table)[:MAX_RETESTS]] * REPEATS
 
 
-def _pairs_of(finding: Finding, matrix: Matrix, good: Sequence[str]) -> list[tuple[str, str]]:
+def _rounds_of(finding: Finding, matrix: Matrix, good: Sequence[str]) -> list[list[tuple[str, str]]]:
     if finding.id == "link.slow-path":
         one, _, other = finding.subject.split(" ")
-        return [(one, other)]
+        return [[(one, other)]]
     if finding.id == "link.slow-uplink":
-        cells = [tuple(evidence.where.split(" -> ")) for evidence in finding.evidence[:1]]
-        return [(cell[0], cell[1]) for cell in cells]
+        pairs = _together(finding, matrix, good)
+        return [pairs] if pairs else []
     # Partners of the same rack where there are any: an uplink must not stand between.
     rack = matrix.racks.get(finding.subject)
     near = [h for h in good if h != finding.subject and matrix.racks.get(h) == rack]
     far = [h for h in good if h != finding.subject and h not in near]
-    return [(finding.subject, partner) for partner in (*near, *far)[:PARTNERS]]
+    return [[(finding.subject, partner)] for partner in (*near, *far)[:PARTNERS]]
 
 
-def confirm(report: MatrixReport, again: LinksRecord) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """The findings that hold when measured alone, and what was dropped with the reason."""
-    rates: dict[tuple[str, str], float] = {}
-    dips: dict[tuple[str, str], float] = {}
-    for sample in again.samples:
-        if sample.bit_per_s and not sample.is_bidirectional:
-            cell = (sample.source, sample.target)
-            rates[cell] = max(rates.get(cell, 0.0), median(sample.bit_per_s) / report.usual_bit_per_s)
-            dips[cell] = min(dips.get(cell, 1.0), min(sample.bit_per_s) / max(1.0, *sample.bit_per_s))
+def _together(finding: Finding, matrix: Matrix, good: Sequence[str]) -> list[tuple[str, str]]:
+    """Hosts of the suspect rack (or group), each with a good host elsewhere, of different racks as far as there are."""
+    first = finding.subject.split(" or ")[0]
+    inside = [h for h in matrix.hosts if matrix.racks.get(h) == first]
+    if not inside:  # racks are not known: the subject lists the hosts
+        inside = [h for h in finding.subject.split(", ") if h in matrix.hosts]
+    outside = [h for h in good if h not in inside and matrix.racks.get(h) != first] or [
+        h for h in matrix.hosts if h not in inside
+    ]
+    taken: list[str] = []
+    for _ in inside[:MAX_TOGETHER]:
+        left = [h for h in outside if h not in taken]
+        used = [matrix.racks.get(h) for h in taken]
+        taken += sorted(left, key=lambda h: used.count(matrix.racks.get(h)))[:1]
+    return list(zip(inside[:MAX_TOGETHER], taken, strict=False))
+
+
+class _Again:
+    """What the second pass measured: per direction the rates over the usual one, in the order of the repeats."""
+
+    def __init__(self, record: LinksRecord, usual: float) -> None:
+        self.shares: dict[Cell, list[float]] = defaultdict(list)
+        self.dips: dict[Cell, float] = {}
+        for sample in record.samples:
+            if sample.bit_per_s and not sample.is_bidirectional:
+                cell = (sample.source, sample.target)
+                self.shares[cell].append(median(sample.bit_per_s) / usual)
+                self.dips[cell] = min(self.dips.get(cell, 1.0), min(sample.bit_per_s) / max(1.0, *sample.bit_per_s))
+
+    def best(self, cell: Cell) -> float:
+        """The best of the repeats: a slow path is never fast, a busy machine is not always slow."""
+        return max(self.shares[cell])
+
+
+def confirm(
+    report: MatrixReport, again: LinksRecord, matrix: Matrix | None = None
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """The findings that hold when measured again, and what was dropped with the reason."""
+    held = _Again(again, report.usual_bit_per_s)
     kept: list[Finding] = []
     dropped: list[str] = []
     for finding in report.findings:
-        verdict = _again(finding, rates, dips, report.usual_bit_per_s)
-        if verdict is None:
-            dropped.append(f"{finding.title}: fine when measured again alone")
+        if finding.id == "link.slow-uplink" and matrix is not None:
+            verdict = _uplink_again(finding, held, report, matrix)
+            why = "the rack carried all of it when measured again"
         else:
-            kept.append(dataclasses.replace(_one_way(finding, rates), evidence=(*finding.evidence, *verdict)))
+            verdict = _again(finding, held, report.usual_bit_per_s)
+            why = "fine when measured again alone"
+        if verdict is None:
+            dropped.append(f"{finding.title}: {why}")
+        else:
+            kept.append(dataclasses.replace(_one_way(finding, held), evidence=(*finding.evidence, *verdict)))
     return tuple(kept), tuple(dropped)
 
 
-def _one_way(finding: Finding, rates: Mapping[tuple[str, str], float]) -> Finding:
+def _one_way(finding: Finding, held: _Again) -> Finding:
     """A path that was slow both ways and is so in one only when measured again."""
     one, way, other = finding.subject.split(" ") if " <-> " in finding.subject else ("", "", "")
-    slow = [(s, t) for s, t in ((one, other), (other, one)) if rates.get((s, t), 0.0) < SLOW]
+    slow = [(s, t) for s, t in ((one, other), (other, one)) if held.shares.get((s, t)) and held.best((s, t)) < SLOW]
     if way != "<->" or len(slow) != 1:
         return finding
     source, target = slow[0]
@@ -117,32 +159,65 @@ def _one_way(finding: Finding, rates: Mapping[tuple[str, str], float]) -> Findin
     return dataclasses.replace(finding, subject=f"{source} -> {target}", title=title)
 
 
-def _again(
-    finding: Finding, rates: Mapping[tuple[str, str], float], dips: Mapping[tuple[str, str], float], usual: float
-) -> tuple[Evidence, ...] | None:
+def _again(finding: Finding, held: _Again, usual: float) -> tuple[Evidence, ...] | None:
     """Evidence of the second measurement; None where it speaks against the finding. Nothing measured is no verdict."""
     if finding.id == "link.slow-path":
         one, way, other = finding.subject.split(" ")
         cells = [(one, other), (other, one)] if way == "<->" else [(one, other)]
-    elif finding.id == "link.slow-uplink":
-        cells = [tuple(e.where.split(" -> ")) for e in finding.evidence[:1]]  # type: ignore[misc]
     else:
         ends = {"link.slow-tx": (0,), "link.slow-rx": (1,)}.get(finding.id, (0, 1))
-        cells = [cell for cell in rates if any(cell[end] == finding.subject for end in ends)]
-    seen = [cell for cell in cells if cell in rates]
+        cells = [cell for cell in held.shares if any(cell[end] == finding.subject for end in ends)]
+    seen = [cell for cell in cells if held.shares.get(cell)]
     if not seen:
         return ()
-    level = median(rates[cell] for cell in seen)
+    level = median(held.best(cell) for cell in seen)
     lines = tuple(
-        Evidence(where=f"{s} -> {t}, alone", seen=f"{format_rate(rates[s, t] * usual)} ({format_percent(rates[s, t])})")
+        Evidence(
+            where=f"{s} -> {t}, alone",
+            seen=f"{format_rate(held.best((s, t)) * usual)} ({format_percent(held.best((s, t)))})",
+        )
         for s, t in seen[:2]
     )
-    if finding.id == "link.slow-uplink":
-        return lines  # fine alone is what oversubscription looks like; slow alone is a slow uplink: both are findings
     if finding.id == "link.flapping":
         # It comes and goes: one more stall in any of the repeats is enough, and none at all speaks against it.
-        return lines if min(dips[cell] for cell in seen) < UNSTEADY or level < SLOW else None
+        return lines if min(held.dips[cell] for cell in seen) < UNSTEADY or level < SLOW else None
     return lines if level < SLOW else None
+
+
+def _uplink_again(finding: Finding, held: _Again, report: MatrixReport, matrix: Matrix) -> tuple[Evidence, ...] | None:
+    """Whether the rack's hosts, together, again carried less than they could: in the best repeat, the worse way."""
+    pairs = _together(finding, matrix, [h for h in matrix.hosts if h != finding.subject])
+    inside = {host for host in matrix.hosts if matrix.racks.get(host) == finding.subject.split(" or ")[0]}
+    inside = inside or set(finding.subject.split(", "))
+    worst: tuple[float, list[Cell]] | None = None
+    for is_out in (True, False):
+        cells = [
+            cell for cell in held.shares if (cell[0] in inside) == is_out and (cell[0] in inside) != (cell[1] in inside)
+        ]
+        # Hosts of a group that is only known by being slow together are not slow themselves.
+        possible = sum(_possible(report, s, t) if matrix.racks else 1.0 for s, t in cells)
+        if len(cells) < min(2, len(pairs)) or possible <= 0:
+            continue
+        totals = [sum(shares) for shares in zip(*(held.shares[cell] for cell in cells), strict=False)]
+        ratio = max(totals, default=possible) / possible
+        if worst is None or ratio < worst[0]:
+            worst = (ratio, cells)
+    if worst is None:
+        return ()
+    ratio, cells = worst
+    if ratio >= SLOW:
+        return None
+    return tuple(
+        Evidence(
+            where=f"{s} -> {t}, together",
+            seen=f"{format_rate(held.best((s, t)) * report.usual_bit_per_s)} ({format_percent(held.best((s, t)))})",
+        )
+        for s, t in cells[:2]
+    )
+
+
+def _possible(report: MatrixReport, source: str, target: str) -> float:
+    return min(report.sending.get(source, 1.0), report.receiving.get(target, 1.0), 1.0)
 
 
 def check_fabric(
@@ -162,7 +237,7 @@ def check_fabric(
     Raises what ``measure_links`` raises: PeerFailure names the host that does not answer.
     """
 
-    seen: list[MatrixReport] = []
+    seen: list[tuple[MatrixReport, Matrix]] = []
     again: list[LinksRecord] = []
 
     def follow_up(record: LinksRecord) -> Schedule:
@@ -170,8 +245,8 @@ def check_fabric(
             again.append(record)
             return ()
         matrix = matrix_of(record, racks, schedule=schedule_of(len(record.hosts), seed=seed))
-        seen.append(judge(matrix))
-        return suspects(seen[0], matrix)
+        seen.append((judge(matrix), matrix))
+        return suspects(*seen[0])
 
     first = measure_links(
         ranks,
@@ -187,8 +262,8 @@ def check_fabric(
     )
     if first is None:
         return None
-    report = seen[0]
-    findings, dropped = confirm(report, again[0]) if again else (report.findings, ())
+    report, matrix = seen[0]
+    findings, dropped = confirm(report, again[0], matrix) if again else (report.findings, ())
     return _report(first, report, findings, dropped=dropped, was_retested=bool(again)), first
 
 
