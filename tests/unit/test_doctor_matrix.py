@@ -12,7 +12,7 @@ import pytest
 
 from wirespeed.cli.main import main
 from wirespeed.doctor.history import earlier, find_changes, keep
-from wirespeed.doctor.matrix import MatrixReport, find_outliers, matrix_of
+from wirespeed.doctor.matrix import MatrixReport, find_outliers, judge, matrix_of
 from wirespeed.doctor.retest import confirm, schedule_of, suspects
 from wirespeed.measure.links import rounds
 from wirespeed.records import Environment, LinkSample, LinksRecord, write
@@ -163,6 +163,15 @@ def test_a_retest_keeps_what_is_slow_again_and_drops_what_is_not() -> None:
     assert [finding.subject for finding in kept] == ["h2"]
     assert "alone" in kept[0].evidence[-1].where
     assert len(dropped) == 1
+
+
+def test_what_noise_hides_is_suspect_in_a_first_pass_only() -> None:
+    # Sides that vary by a quarter either way: half of usual is within 3.5 robust deviations.
+    sends = [1.0, 0.75, 1.25, 0.62, 1.2, 0.8, 1.25, 0.75]
+    receives = [0.8, 1.2, 0.8, 0.62, 1.25, 1.2, 0.78, 1.2]
+    matrix = matrix_of(record_of(8, lambda a, b, way: GBIT * sends[a] * receives[b]))
+    assert named(judge(matrix)) == []
+    assert ("link.slow-rx", "h3") in named(judge(matrix, is_first_pass=True))
 
 
 @pytest.mark.parametrize("rack", range(4))

@@ -25,6 +25,8 @@ MIN_Z = 3.5
 """Robust standard deviations below the median that an outlier must have besides (Iglewicz and Hoaglin)."""
 MIN_DEVIATION = 0.02
 """Floor of the robust deviation: shaped links repeat so well that a loss of 1 % would else be an outlier."""
+SUSPECT = 0.75
+"""Below this share of the median a value is suspect however much the others vary, where it is measured again."""
 UNSTEADY = 0.5
 """A window below half of the transfer's best, in most cells of a host and few of others: its link comes and goes."""
 
@@ -96,8 +98,9 @@ def find_outliers(
     return judge(matrix_of(record, racks, schedule=schedule))
 
 
-def judge(matrix: Matrix) -> MatrixReport:
-    """What stands out in a matrix."""
+def judge(matrix: Matrix, *, is_first_pass: bool = False) -> MatrixReport:
+    """What stands out in a matrix; in a first pass also what may be noise, since it is measured again."""
+    floor = SUSPECT if is_first_pass else 0.0
     rates = matrix.bit_per_s
     if not rates:
         return MatrixReport(
@@ -108,7 +111,7 @@ def judge(matrix: Matrix) -> MatrixReport:
     sending = {host: _side(matrix, share, host, 0) for host in matrix.hosts}
     receiving = {host: _side(matrix, share, host, 1) for host in matrix.hosts}
     unsteady = _unsteady_hosts(matrix)
-    limit = _limit([*sending.values(), *receiving.values()])
+    limit = _limit([*sending.values(), *receiving.values()], floor)
     slow = [h for h in matrix.hosts if h not in unsteady and min(sending[h], receiving[h]) < limit]
     group = _group(slow, share) if not matrix.racks else ()
     findings = [_flapping(matrix, host) for host in unsteady]
@@ -120,7 +123,7 @@ def judge(matrix: Matrix) -> MatrixReport:
     uplinks = _slow_uplinks(matrix, steady, sending, receiving, usual)
     findings += uplinks
     if not uplinks and not group:
-        findings += _slow_links(matrix, share, sending, receiving, unsteady, usual)
+        findings += _slow_links(matrix, share, sending, receiving, unsteady, usual, floor)
     return MatrixReport(
         usual_bit_per_s=usual,
         sending=sending,
@@ -140,11 +143,12 @@ def _usual(matrix: Matrix) -> float:
     return max(sorted(cells)[int(0.75 * len(cells))], 1.0)
 
 
-def _limit(values: Sequence[float]) -> float:
-    """Below this a value is an outlier: by the robust deviation, and by at least 1 - SLOW."""
+def _limit(values: Sequence[float], floor: float = 0.0) -> float:
+    """Below this a value is an outlier: by the robust deviation, and by at least 1 - SLOW; below ``floor`` always."""
     centre = median(values)
     deviation = max(1.4826 * median(abs(value - centre) for value in values), MIN_DEVIATION)
-    return min(SLOW * min(1.0, centre), centre - MIN_Z * deviation) if len(values) > 4 else SLOW
+    unlikely = max(centre - MIN_Z * deviation, floor * centre)
+    return min(SLOW * min(1.0, centre), unlikely) if len(values) > 4 else SLOW
 
 
 def _side(matrix: Matrix, share: Mapping[Cell, float], host: str, end: int) -> float:
@@ -322,6 +326,7 @@ def _slow_links(  # noqa: PLR0917 - one caller
     receiving: Mapping[str, float],
     unsteady: Sequence[str],
     usual: float,
+    floor: float,
 ) -> list[Finding]:
     if len(matrix.hosts) < 3:
         return []
@@ -332,7 +337,7 @@ def _slow_links(  # noqa: PLR0917 - one caller
     }
     if not residual:
         return []
-    limit = _limit(list(residual.values()))
+    limit = _limit(list(residual.values()), floor)
     slow = sorted((cell for cell, value in residual.items() if value < limit), key=lambda cell: residual[cell])
     findings = []
     done: set[Cell] = set()
