@@ -5,8 +5,8 @@ do; right is the finding of the right kind with the right subject and no other. 
 of 400 Mbit/s, so that nothing is oversubscribed until an uplink is halved. A path of one pair is slowed by an htb class
 for the destination; the flapping link goes down for 150 ms every 0.7 s.
 
-The whole takes about a quarter of an hour. `--faults NAME,...` runs some kinds and `--join FILE` adds them to results
-of other kinds, so that it can be done in parts of about two minutes; a kind's runs are always made in one part.
+The whole takes about a quarter of an hour. It can be done in parts of about two minutes: `--faults NAME,...` runs some
+kinds, `--seeds 0-4` some runs of each, and `--join FILE` keeps what other parts have found.
 """
 
 from __future__ import annotations
@@ -178,10 +178,13 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one run of each kind; kept only with --out")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where results go (benchmarks/results/NAME.json)")
     parser.add_argument("--faults", metavar="NAME,...", help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--seeds", metavar="FIRST-LAST", help="some runs of each kind, counted from 0")
     parser.add_argument("--join", type=Path, metavar="FILE", help="results of other kinds, to be kept beside these")
     options = parser.parse_args()
     options.kinds = list(KINDS) if options.faults is None else options.faults.split(",")
     unknown = [kind for kind in options.kinds if kind not in KINDS]
+    first, _, last = (options.seeds or "0-999").partition("-")
+    options.seeds = range(int(first), int(last or first) + 1)
     if unknown:
         parser.error(f"got {', '.join(unknown)}; expected some of {', '.join(KINDS)}")
     return options
@@ -195,10 +198,11 @@ def main() -> int:
         runs = json.loads(options.join.read_bytes())["results"]["runs"]
     for kind in options.kinds:
         count = (2 if kind == "healthy" else 1) if options.quick else KINDS[kind][2]
-        runs[kind] = []
-        for seed in range(count):
+        seeds = [seed for seed in range(count) if seed in options.seeds]
+        runs[kind] = [run for run in runs.get(kind, []) if run["seed"] not in seeds]
+        for seed in seeds:
             run = run_once(kind, seed)
-            runs[kind].append(run)
+            runs[kind] = sorted([*runs[kind], run], key=lambda one: one["seed"])
             words = "right" if run["is_right"] else f"expected {run['expected']}, found {run['found']}"
             print(f"{kind} {seed}: {words} ({run['seconds']} s)", file=sys.stderr, flush=True)
     rows, bars = [], []
