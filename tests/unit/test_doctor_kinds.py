@@ -20,6 +20,7 @@ DISTRACTORS = [
     "UserWarning: The given NumPy array is not writable; there may be errors later",
     "[W307 10:00:03.2 ProcessGroupNCCL.cpp:1250] Warning: NCCL_BLOCKING_WAIT is deprecated (function operator())",
     "W0307 10:00:01.000000 140211 torch/distributed/run.py:793] Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",
+    "E0307 10:00:04.0 tensorboard: Could not bind to port 6006: Address already in use, going on without it",
     "WARNING: There was an error in the optional telemetry module, continuing without",
 ]
 

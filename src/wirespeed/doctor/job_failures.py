@@ -112,8 +112,9 @@ def _joined(found: re.Match[bytes]) -> Said:
 
 _R = re.compile
 RULES: tuple[JobRule, ...] = (
-    JobRule("port_in_use", b"ddress already in use", _R(rb"(?:port:? ?(\d{1,5}))?.*[Aa]ddress already in use")),
-    JobRule("port_in_use", b"EADDRINUSE", _R(rb"port: (\d{1,5}).*EADDRINUSE|EADDRINUSE")),
+    JobRule("port_in_use", b"EADDRINUSE", _R(rb"(port: \d{1,5}).*EADDRINUSE|EADDRINUSE")),
+    JobRule("port_in_use", b"ddress already in use",
+            _R(rb"(?:server socket .*|RuntimeError: |c10d.*)([Aa]ddress already in use)")),
     JobRule(
         "master_unreachable", b"while trying to connect to",
         _R(rb"client socket has timed out after .{1,20} while trying to connect to \(?\[?"
@@ -218,7 +219,7 @@ def read_line(line: bytes) -> Said | None:
 
 WORDS: dict[str, FailureText] = {
     "port_in_use": FailureText(
-        "launch.port-in-use", "{who}: the rendezvous port is taken already ({detail})",
+        "launch.port-in-use", "{who} cannot listen on the rendezvous port: it is taken already ({detail})",
         "an old process of an earlier run still listens, or another job shares the host: end it, or take another port",
         ("ss -ltnp 'sport = :29500'", "torchrun --rdzv-endpoint <host>:<another port> ..."), "tcp",
         "torch.distributed: TCPStore",
