@@ -49,7 +49,7 @@ _PATTERNS: tuple[tuple[str, re.Pattern[bytes]], ...] = (
     ("nic_hang", re.compile(rb"mlx5_core (\S+?):? .*(?:health compromised|device's health)")),
     ("nic_hang", re.compile(rb"\b(" + _NIC + rb"): TX timeout detected")),
     ("nic_hang", re.compile(rb"\b(" + _NIC + rb")[: ].*ERR CQE")),
-    ("slot_power", re.compile(rb"(?:mlx5_core (\S+?):? )?Detected insufficient power on the PCIe slot")),
+    ("slot_power", re.compile(rb"(?:mlx5_core (\S+?): .*)?Detected insufficient power on the PCIe slot")),
     ("pcie_error", re.compile(rb"(\S+:\S+\.\d): AER: |AER: .*?([0-9a-f]{4}:[0-9a-f:.]+)")),
     ("pcie_width", re.compile(rb"([0-9a-f]{4}:[0-9a-f]{2}:\S+?): ([\d.]+) Gb/s available PCIe bandwidth, "
                               rb"limited by (.*)")),

@@ -99,7 +99,7 @@ _SHM = re.compile(
 )
 _OPEN_FILES = re.compile(rb"[Tt]oo many open files")
 _FABRIC_MANAGER = re.compile(rb"system not yet initialized")
-_NVLS = re.compile(rb"(NVLS\)? [Mm]ulticast[^:\n]{0,60}: [^\n.]{1,80})")
+_NVLS = re.compile(rb"NVLS\)? [Mm]ulticast[^:\n]{0,60}: ([^\n.]{1,80})")
 _NO_NETWORK = re.compile(rb"Error ?: network (\S+) not found")
 _NOT_OPEN = re.compile(rb"[Uu]nable to open device (\S+)")
 _P2P_DISABLED = re.compile(rb"P2P is disabled between (connected GPUs \d+ and \d+)")
