@@ -31,7 +31,7 @@ from wirespeed.lab.shaping import shape_of
 RATE = 200e6
 HOSTS, RACKS = 8, 4
 DURATION = "200 ms"
-"""5 MB per transfer, in windows of 1 MB: a queue of 50 ms is a quarter of it."""
+"""5 MB per transfer, in windows of 1 MB."""
 RACK_LIST = ";".join(f"h{2 * rack},h{2 * rack + 1}" for rack in range(RACKS))
 
 _SLOW_SEND = """

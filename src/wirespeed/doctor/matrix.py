@@ -3,7 +3,7 @@
 A host's side is as fast as it was seen to be: the highest of the medians of its classes (partners in its rack, partners
 elsewhere), so a slow partner or a busy uplink does not make it suspect. A link is slow where it is slower than both its
 ends allow. Pairs of one round share uplinks; what racks carry together in a phase tells an uplink's capacity. Values
-are held against the fabric's own upper quartile, so one that is slow everywhere has no outlier: compare with the NIC's
+are held against the fabric's own upper tenth, so one that is slow everywhere has no outlier: compare with the NIC's
 rate, or with earlier runs. With two hosts nothing can be told apart; what else cannot is said in ``cannot_tell``.
 """
 
@@ -29,6 +29,9 @@ SUSPECT = 0.75
 """Below this share of the median a value is suspect however much the others vary, where it is measured again."""
 UNSTEADY = 0.5
 """A window below half of the transfer's best, in most cells of a host and few of others: its link comes and goes."""
+
+MANY_STALLS, FEW_STALLS = 0.4, 0.15
+"""Shares of a host's cells with a stall, and of all others', that make it one whose link comes and goes."""
 
 Cell = tuple[str, str]
 
@@ -134,13 +137,13 @@ def judge(matrix: Matrix, *, is_first_pass: bool = False) -> MatrixReport:
 
 
 def _usual(matrix: Matrix) -> float:
-    """What a healthy pair reaches: the upper quartile inside racks, where uplinks play no part, else of all.
+    """What a healthy pair reaches: the upper tenth inside racks, where uplinks play no part, else of all.
 
-    Not the median: three slow hosts of eight slow down more than half of the cells.
+    Not the median: three slow hosts of eight slow down more than half of the cells, and a busy machine slows down any.
     """
     inside = [rate for cell, rate in matrix.bit_per_s.items() if not matrix.is_cross(cell)]
     cells = inside if len(inside) >= 4 else list(matrix.bit_per_s.values())
-    return max(sorted(cells)[int(0.75 * len(cells))], 1.0)
+    return max(sorted(cells)[int(0.9 * len(cells))], 1.0)
 
 
 def _limit(values: Sequence[float], floor: float = 0.0) -> float:
@@ -168,7 +171,7 @@ def _unsteady_hosts(matrix: Matrix) -> list[str]:
         rest = [cell for cell in matrix.dips if host not in cell]
         own_share = sum(cell in bad for cell in own) / len(own) if own else 0.0
         rest_share = sum(cell in bad for cell in rest) / len(rest) if rest else 0.0
-        if own_share >= 0.4 and rest_share <= 0.15:
+        if own_share >= MANY_STALLS and rest_share <= max(FEW_STALLS, own_share / 3):
             found.append(host)
     return found
 

@@ -71,12 +71,22 @@ def suspects(report: MatrixReport, matrix: Matrix) -> Schedule:
         key=lambda h: -min(report.sending.get(h, 0.0), report.receiving.get(h, 0.0)),
     )
     table: dict[tuple[tuple[int, int], ...], None] = {}
-    for finding in report.findings[:MAX_SUSPECTS]:
+    for finding in worst_first(report.findings)[:MAX_SUSPECTS]:
         for pairs in _rounds_of(finding, matrix, good):
             # All hosts of a rack send at the same time, and then all receive: the first of each pair is the rack's.
             numbers = tuple((index[a], index[b]) for a, b in pairs)
             table[numbers if len(numbers) > 1 else tuple((min(pair), max(pair)) for pair in numbers)] = None
     return [list(pairs) for pairs in list(table)[:MAX_RETESTS]] * REPEATS
+
+
+def worst_first(findings: Sequence[Finding]) -> list[Finding]:
+    """Links that come and go, then by how little of the usual rate is left."""
+
+    def level(finding: Finding) -> float:
+        limit, full = finding.limit_bit_per_s, finding.full_bit_per_s
+        return limit / full if limit is not None and full else 0.0
+
+    return sorted(findings, key=level)
 
 
 def _rounds_of(finding: Finding, matrix: Matrix, good: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -141,6 +151,8 @@ def confirm(
         else:
             verdict = _again(finding, held, report.usual_bit_per_s)
             why = "fine when measured again alone"
+            if verdict == ():
+                verdict, why = None, f"not measured again, as there were more than {MAX_SUSPECTS} suspects"
         if verdict is None:
             dropped.append(f"{finding.title}: {why}")
         else:
@@ -160,7 +172,7 @@ def _one_way(finding: Finding, held: _Again) -> Finding:
 
 
 def _again(finding: Finding, held: _Again, usual: float) -> tuple[Evidence, ...] | None:
-    """Evidence of the second measurement; None where it speaks against the finding. Nothing measured is no verdict."""
+    """Evidence of the second measurement, empty where there was none; None where it speaks against the finding."""
     if finding.id == "link.slow-path":
         one, way, other = finding.subject.split(" ")
         cells = [(one, other), (other, one)] if way == "<->" else [(one, other)]
