@@ -5,8 +5,8 @@ do; right is the finding of the right kind with the right subject and no other. 
 of 400 Mbit/s, so that nothing is oversubscribed until an uplink is halved. A path of one pair is slowed by an htb class
 for the destination; the flapping link goes down for 150 ms every 0.7 s.
 
-The whole takes about a quarter of an hour. It can be done in parts of about two minutes: `--faults NAME,...` runs some
-kinds, `--seeds 0-4` some runs of each, and `--join FILE` keeps what other parts have found.
+The whole takes about a quarter of an hour. It can be done in parts: `--join FILE` goes on where the results in that file
+end, `--seconds 120` begins no run after so long, `--faults NAME,...` runs some kinds only.
 """
 
 from __future__ import annotations
@@ -178,43 +178,52 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one run of each kind; kept only with --out")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where results go (benchmarks/results/NAME.json)")
     parser.add_argument("--faults", metavar="NAME,...", help=f"some of {', '.join(KINDS)}")
-    parser.add_argument("--seeds", metavar="FIRST-LAST", help="some runs of each kind, counted from 0")
-    parser.add_argument("--join", type=Path, metavar="FILE", help="results of other kinds, to be kept beside these")
+    parser.add_argument("--join", type=Path, metavar="FILE", help="go on where these results end")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
     options = parser.parse_args()
     options.kinds = list(KINDS) if options.faults is None else options.faults.split(",")
     unknown = [kind for kind in options.kinds if kind not in KINDS]
-    first, _, last = (options.seeds or "0-999").partition("-")
-    options.seeds = range(int(first), int(last or first) + 1)
     if unknown:
         parser.error(f"got {', '.join(unknown)}; expected some of {', '.join(KINDS)}")
     return options
 
 
+def write_and_check(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], *, check: bool) -> int:
+    """The results so far, and the exit status."""
+    bars = []
+    for kind, (name, _, wanted) in KINDS.items():
+        held = runs.get(kind, [])
+        if held or options.faults is None:
+            count = max(len(held), 1) if options.quick else wanted
+            bars.append(Bar(f"{name}: named rightly (runs of {count})", sum(run["is_right"] for run in held), count))
+    return finish("doctor_lab", bars, {"runs": runs}, check=check, is_quick=options.quick, out=options.out)
+
+
 def main() -> int:
     """Run, show, check."""
     options = options_of()
+    started_at = time.monotonic()
     runs: dict[str, list[dict[str, Any]]] = {}
     if options.join is not None and options.join.exists():
         runs = json.loads(options.join.read_bytes())["results"]["runs"]
-    for kind in options.kinds:
-        count = (2 if kind == "healthy" else 1) if options.quick else KINDS[kind][2]
-        seeds = [seed for seed in range(count) if seed in options.seeds]
-        runs[kind] = [run for run in runs.get(kind, []) if run["seed"] not in seeds]
-        for seed in seeds:
+    # One of each kind in turn: what disturbs the machine for a while hits all kinds.
+    for seed in range(max(KINDS[kind][2] for kind in options.kinds)):
+        for kind in options.kinds:
+            count = (2 if kind == "healthy" else 1) if options.quick else KINDS[kind][2]
+            is_done = seed >= count or any(run["seed"] == seed for run in runs.get(kind, []))
+            if is_done or time.monotonic() - started_at > options.seconds:
+                continue
             run = run_once(kind, seed)
-            runs[kind] = sorted([*runs[kind], run], key=lambda one: one["seed"])
+            runs.setdefault(kind, []).append(run)
             words = "right" if run["is_right"] else f"expected {run['expected']}, found {run['found']}"
             print(f"{kind} {seed}: {words} ({run['seconds']} s)", file=sys.stderr, flush=True)
-    rows, bars = [], []
-    for kind, (name, _, wanted) in KINDS.items():
-        held = runs.get(kind, [])
-        right = sum(run["is_right"] for run in held)
-        rows.append([name, f"{right} of {len(held)}" if held else "not run"])
-        if held or options.faults is None:
-            count = max(len(held), 1) if options.quick else wanted
-            bars.append(Bar(f"{name}: named rightly (runs of {count})", right, count))
+            write_and_check(options, runs, check=False)
+    rows = [
+        [name, f"{sum(run['is_right'] for run in held)} of {len(held)}" if (held := runs.get(kind, [])) else "not run"]
+        for kind, (name, _, _) in KINDS.items()
+    ]
     render.show(render.make_table(["lab", "named rightly"], rows))
-    return finish("doctor_lab", bars, {"runs": runs}, check=options.check, is_quick=options.quick, out=options.out)
+    return write_and_check(options, runs, check=options.check)
 
 
 if __name__ == "__main__":
