@@ -5,7 +5,7 @@ do; right is the finding of the right kind with the right subject and no other. 
 of 400 Mbit/s, so that nothing is oversubscribed until an uplink is halved. A path of one pair is slowed by an htb class
 for the destination; the flapping link goes down for 150 ms every 0.7 s.
 
-The whole takes about a quarter of an hour. It can be done in parts: `--join FILE` goes on where the results in that file
+The whole takes about a quarter of an hour. It can be done in parts: `--join FILE` goes on where the results in FILE
 end, `--seconds 120` begins no run after so long, `--faults NAME,...` runs some kinds only.
 """
 
