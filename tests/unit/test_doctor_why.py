@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sqlite3
 from pathlib import Path
 
 import msgspec
@@ -66,6 +67,21 @@ def test_a_report_of_nsight_systems_says_how_to_export_it(tmp_path: Path, capsys
     (tmp_path / "job.nsys-rep").write_bytes(b"\x01nsys")
     assert main(["why", str(tmp_path / "job.nsys-rep")]) == 2
     assert "nsys export --type sqlite" in capsys.readouterr().err
+
+
+def test_a_database_that_is_no_trace_is_left_out_beside_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sqlite3.connect(tmp_path / "other.sqlite") as connection:
+        connection.execute("CREATE TABLE runs (id INTEGER)")
+    connection.close()
+    (tmp_path / "job.log").write_text(text_of(JobLog(has_gdr=False).lines()))
+    assert main(["why", str(tmp_path / "other.sqlite")]) == 2
+    capsys.readouterr()
+    assert main(["why", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "GPUDirect" in captured.out
+    assert "left out:" in captured.err
 
 
 def test_a_rank_that_comes_late_is_the_cause_and_the_network_is_not(tmp_path: Path) -> None:

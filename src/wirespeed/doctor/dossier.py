@@ -177,11 +177,27 @@ class _Reader:
             self._hosts.add(report.host)
             self._findings += [on_host(finding, report.host) for finding in report.findings]
 
+    def _analysed(self) -> TracesRecord | None:
+        """All traces together. One that cannot be read is noted, but for the only file there is."""
+        if not self._traces:
+            return None
+        from wirespeed.measure.traces import analyse, read_trace
+
+        timelines: list[Any] = []
+        for path in self._traces:
+            try:
+                timelines += read_trace(path)
+            except DataError as fault:
+                if len(self._sources) == 1:
+                    raise
+                self._notes.append(f"left out: {fault}")
+        return analyse(timelines) if timelines else None
+
     def dossier(self) -> Dossier:
         """Everything, sorted. Traces are put together here, since their ranks are compared with each other."""
         held = self._held
-        if self._traces:
-            record = _analysed(self._traces)
+        record = self._analysed()
+        if record is not None:
             held["traces"] = record
             self._notes += record.notes
             held["exposure"] = exposure_of_traces(record, _named(self._traces)) or held.get("exposure")
@@ -210,17 +226,6 @@ def _typed(value: object, kind: type[_T]) -> _T | None:
 
 def _named(paths: Sequence[Path]) -> str:
     return str(paths[0]) if len(paths) == 1 else f"{len(paths)} traces ({paths[0].name}, ...)"
-
-
-def _analysed(paths: Sequence[Path]) -> TracesRecord:
-    from wirespeed.measure.traces import analyse, read_trace
-
-    timelines: list[Any] = []
-    for path in paths:
-        timelines += read_trace(path)
-    if not timelines:
-        raise DataError(f"got {len(paths)} traces without any timeline", expected="a trace with at least one step")
-    return analyse(timelines)
 
 
 def exposure_of(record: TuneRecord, source: str) -> Exposure | None:
