@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
+import msgspec
+
 from wirespeed.doctor.check import Evidence, Finding
 from wirespeed.doctor.matrix import SLOW, UNSTEADY, Cell, Matrix, MatrixReport, judge, matrix_of
 from wirespeed.launch import Ranks
@@ -29,7 +31,8 @@ MAX_SUSPECTS = 8
 MAX_RETESTS = 10
 NUM_PINGS = 20
 """Round trips are only needed to know how long slow start takes."""
-REPEATS = 3
+PASSES = (2, 3)
+"""Repeats of what is suspect after the first measurement, and of what still is after that: few suspects, more care."""
 
 
 class FabricReport(Record, frozen=True, kw_only=True, tag="fabric_report"):
@@ -58,8 +61,8 @@ def schedule_of(num_hosts: int, *, seed: int = 0) -> Schedule:
     return table
 
 
-def suspects(report: MatrixReport, matrix: Matrix) -> Schedule:
-    """The rounds of the second pass, each several times.
+def suspects(report: MatrixReport, matrix: Matrix, *, repeats: int = PASSES[0]) -> Schedule:
+    """The rounds of another pass, each several times.
 
     A suspect host with known-good partners and a suspect path: each pair alone. The hosts of a suspect rack: together,
     as they were when it stood out.
@@ -76,7 +79,7 @@ def suspects(report: MatrixReport, matrix: Matrix) -> Schedule:
             # All hosts of a rack send at the same time, and then all receive: the first of each pair is the rack's.
             numbers = tuple((index[a], index[b]) for a, b in pairs)
             table[numbers if len(numbers) > 1 else tuple((min(pair), max(pair)) for pair in numbers)] = None
-    return [list(pairs) for pairs in list(table)[:MAX_RETESTS]] * REPEATS
+    return [list(pairs) for pairs in list(table)[:MAX_RETESTS]] * repeats
 
 
 def worst_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -232,6 +235,11 @@ def _possible(report: MatrixReport, source: str, target: str) -> float:
     return min(report.sending.get(source, 1.0), report.receiving.get(target, 1.0), 1.0)
 
 
+def _joined(records: Sequence[LinksRecord]) -> LinksRecord:
+    samples = tuple(sample for record in records for sample in record.samples)
+    return msgspec.structs.replace(records[0], samples=samples)
+
+
 def check_fabric(
     ranks: Ranks,
     *,
@@ -255,7 +263,12 @@ def check_fabric(
     def follow_up(record: LinksRecord) -> Schedule:
         if seen:
             again.append(record)
-            return ()
+            if len(again) == len(PASSES):
+                return ()
+            report, matrix = seen[0]
+            kept, _ = confirm(report, _joined(again), matrix)
+            left = msgspec.structs.replace(report, findings=kept)
+            return suspects(left, matrix, repeats=PASSES[len(again)])
         matrix = matrix_of(record, racks, schedule=schedule_of(len(record.hosts), seed=seed))
         seen.append((judge(matrix, is_first_pass=True), matrix))
         return suspects(*seen[0])
@@ -275,7 +288,7 @@ def check_fabric(
     if first is None:
         return None
     report, matrix = seen[0]
-    findings, dropped = confirm(report, again[0], matrix) if again else (report.findings, ())
+    findings, dropped = confirm(report, _joined(again), matrix) if again else (report.findings, ())
     return _report(first, report, findings, dropped=dropped, was_retested=bool(again)), first
 
 
