@@ -223,6 +223,19 @@ def test_one_more_stall_confirms_a_link_that_comes_and_goes_and_none_drops_it() 
     assert [finding.id for finding in confirm(report, stalling(again, {3}), matrix)[0]] == ["link.flapping"]
 
 
+def test_a_path_to_a_slow_host_is_not_kept_for_being_as_slow_as_the_host() -> None:
+    def slow(a: int, b: int, way: list[tuple[int, int]]) -> float:
+        return 0.6 * GBIT if 5 in (a, b) else GBIT
+
+    # In the first pass a disturbance makes one of the slow host's cells slower still.
+    record = record_of(8, lambda a, b, way: 0.3 * GBIT if (a, b) == (3, 5) else slow(a, b, way))
+    matrix, report = matrix_of(record), find_outliers(record)
+    assert named(report) == [("link.slow-host", "h5"), ("link.slow-path", "h3 -> h5")]
+    kept, dropped = confirm(report, record_of(8, slow, table=suspects(report, matrix)), matrix)
+    assert [(finding.id, finding.subject) for finding in kept] == [("link.slow-host", "h5")]
+    assert len(dropped) == 1
+
+
 def test_history_names_what_became_slower(tmp_path: Path) -> None:
     for day in range(4):
         old = record_of(6, lambda a, b, way: GBIT, seed=day)

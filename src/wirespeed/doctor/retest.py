@@ -152,21 +152,22 @@ def confirm(
             verdict = _uplink_again(finding, held, report, matrix)
             why = "the rack carried all of it when measured again"
         else:
-            verdict = _again(finding, held, report.usual_bit_per_s)
+            verdict = _again(finding, held, report)
             why = "fine when measured again alone"
             if verdict == ():
                 verdict, why = None, f"not measured again, as there were more than {MAX_SUSPECTS} suspects"
         if verdict is None:
             dropped.append(f"{finding.title}: {why}")
         else:
-            kept.append(dataclasses.replace(_one_way(finding, held), evidence=(*finding.evidence, *verdict)))
+            kept.append(dataclasses.replace(_one_way(finding, held, report), evidence=(*finding.evidence, *verdict)))
     return tuple(kept), tuple(dropped)
 
 
-def _one_way(finding: Finding, held: _Again) -> Finding:
+def _one_way(finding: Finding, held: _Again, report: MatrixReport) -> Finding:
     """A path that was slow both ways and is so in one only when measured again."""
     one, way, other = finding.subject.split(" ") if " <-> " in finding.subject else ("", "", "")
-    slow = [(s, t) for s, t in ((one, other), (other, one)) if held.shares.get((s, t)) and held.best((s, t)) < SLOW]
+    ways = [(s, t) for s, t in ((one, other), (other, one)) if held.shares.get((s, t))]
+    slow = [(s, t) for s, t in ways if held.best((s, t)) < SLOW * _possible(report, s, t)]
     if way != "<->" or len(slow) != 1:
         return finding
     source, target = slow[0]
@@ -174,7 +175,7 @@ def _one_way(finding: Finding, held: _Again) -> Finding:
     return dataclasses.replace(finding, subject=f"{source} -> {target}", title=title)
 
 
-def _again(finding: Finding, held: _Again, usual: float) -> tuple[Evidence, ...] | None:
+def _again(finding: Finding, held: _Again, report: MatrixReport) -> tuple[Evidence, ...] | None:
     """Evidence of the second measurement, empty where there was none; None where it speaks against the finding."""
     if finding.id == "link.slow-path":
         one, way, other = finding.subject.split(" ")
@@ -189,10 +190,13 @@ def _again(finding: Finding, held: _Again, usual: float) -> tuple[Evidence, ...]
     lines = tuple(
         Evidence(
             where=f"{s} -> {t}, alone",
-            seen=f"{format_rate(held.best((s, t)) * usual)} ({format_percent(held.best((s, t)))})",
+            seen=f"{format_rate(held.best((s, t)) * report.usual_bit_per_s)} ({format_percent(held.best((s, t)))})",
         )
         for s, t in seen[:2]
     )
+    if finding.id == "link.slow-path":
+        # A path to a slow host is as slow as the host, and no slower: it is not the path.
+        return lines if any(held.best((s, t)) < SLOW * _possible(report, s, t) for s, t in seen) else None
     if finding.id == "link.flapping":
         # It comes and goes: one more stall in any of the repeats is enough, and none at all speaks against it.
         return lines if min(held.dips[cell] for cell in seen) < UNSTEADY or level < SLOW else None
