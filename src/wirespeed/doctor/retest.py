@@ -271,7 +271,9 @@ def check_fabric(
                 return ()
             report, matrix = seen[0]
             kept, _ = confirm(report, _joined(again), matrix)
-            left = msgspec.structs.replace(report, findings=kept)
+            # One more stall has confirmed a link that comes and goes; for what is slow a busy machine may be the reason.
+            still = tuple(finding for finding in kept if finding.id != "link.flapping")
+            left = msgspec.structs.replace(report, findings=still)
             return suspects(left, matrix, repeats=PASSES[len(again)])
         matrix = matrix_of(record, racks, schedule=schedule_of(len(record.hosts), seed=seed))
         seen.append((judge(matrix, is_first_pass=True), matrix))
