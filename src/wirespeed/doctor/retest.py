@@ -271,7 +271,7 @@ def check_fabric(
                 return ()
             report, matrix = seen[0]
             kept, _ = confirm(report, _joined(again), matrix)
-            # One more stall has confirmed a link that comes and goes; for what is slow a busy machine may be the reason.
+            # One more stall has confirmed a link that comes and goes. What is slow may be a busy machine.
             still = tuple(finding for finding in kept if finding.id != "link.flapping")
             left = msgspec.structs.replace(report, findings=still)
             return suspects(left, matrix, repeats=PASSES[len(again)])
