@@ -168,7 +168,7 @@ def test_the_ssh_command_never_asks_and_takes_no_host_for_an_option():
 
 
 FAKE_SSH = """#!/bin/sh
-[ "$1" = -V ] && { echo "OpenSSH_9.2p1" >&2; exit 0; }
+[ "$1" = -V ] && exit 0
 for last; do :; done
 cd "{elsewhere}" || exit 255
 exec env -i PATH="{bin}:/usr/bin:/bin" TMPDIR="{elsewhere}" HOME="{elsewhere}" sh -c "$last"
