@@ -193,6 +193,21 @@ def test_a_rack_is_measured_again_with_its_hosts_together(rack: int) -> None:
     assert (kept, len(dropped)) == ((), 1)
 
 
+def test_a_rack_is_kept_though_its_hosts_seemed_slow_too_and_are_fine_alone() -> None:
+    slow = uplink_at(GBIT, 2)
+
+    def noisy(a: int, b: int, way: list[tuple[int, int]]) -> float:
+        return 0.65 * GBIT if {a, b} == {4, 5} else slow(a, b, way)  # their one cell inside the rack was disturbed
+
+    record = record_of(8, noisy)
+    matrix = matrix_of(record, RACKS)
+    report = judge(matrix, is_first_pass=True)
+    assert {finding.subject for finding in report.findings} >= {"h4", "h5", "r2"}
+    table = suspects(report, matrix)
+    kept, _ = confirm(report, record_of(8, slow, table=table), matrix)
+    assert [finding.subject for finding in kept] == ["r2"]
+
+
 def test_hosts_without_racks_that_are_slow_to_the_others_are_measured_again_together() -> None:
     def slow(a: int, b: int, way: list[tuple[int, int]]) -> float:
         return 0.4 * GBIT if (a < 3) != (b < 3) else GBIT

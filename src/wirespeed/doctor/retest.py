@@ -69,13 +69,13 @@ def suspects(report: MatrixReport, matrix: Matrix, *, repeats: int = PASSES[0]) 
     """
     index = {host: number for number, host in enumerate(matrix.hosts)}
     bad = {finding.subject for finding in report.findings}
-    good = sorted(
-        (h for h in matrix.hosts if h not in bad),
-        key=lambda h: -min(report.sending.get(h, 0.0), report.receiving.get(h, 0.0)),
-    )
+    chosen = worst_first(report.findings)[:MAX_SUSPECTS]
+    racks = [_together(finding, matrix, report) for finding in chosen if finding.id == "link.slow-uplink"]
+    taken = {frozenset(pair) for pairs in racks for pair in pairs}
+    good = [host for host in _best_first(report, matrix) if host not in bad]
     table: dict[tuple[tuple[int, int], ...], None] = {}
-    for finding in worst_first(report.findings)[:MAX_SUSPECTS]:
-        for pairs in _rounds_of(finding, matrix, good):
+    for finding in chosen:
+        for pairs in _rounds_of(finding, matrix, report, good, taken):
             # All hosts of a rack send at the same time, and then all receive: the first of each pair is the rack's.
             numbers = tuple((index[a], index[b]) for a, b in pairs)
             table[numbers if len(numbers) > 1 else tuple((min(pair), max(pair)) for pair in numbers)] = None
@@ -92,35 +92,47 @@ def worst_first(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=level)
 
 
-def _rounds_of(finding: Finding, matrix: Matrix, good: Sequence[str]) -> list[list[tuple[str, str]]]:
+def _best_first(report: MatrixReport, matrix: Matrix) -> list[str]:
+    return sorted(
+        matrix.hosts, key=lambda h: -min(report.sending.get(h, 0.0), report.receiving.get(h, 0.0))
+    )  # fmt: skip
+
+
+def _rounds_of(
+    finding: Finding, matrix: Matrix, report: MatrixReport, good: Sequence[str], taken: set[frozenset[str]]
+) -> list[list[tuple[str, str]]]:
     if finding.id == "link.slow-path":
         one, _, other = finding.subject.split(" ")
         return [[(one, other)]]
     if finding.id == "link.slow-uplink":
-        pairs = _together(finding, matrix, good)
+        pairs = _together(finding, matrix, report)
         return [pairs] if pairs else []
-    # Partners of the same rack where there are any: an uplink must not stand between.
+    # Partners of the same rack where there are any: an uplink must not stand between. A pair that is measured with its
+    # rack is not measured alone too, or one could not tell the counts apart.
     rack = matrix.racks.get(finding.subject)
-    near = [h for h in good if h != finding.subject and matrix.racks.get(h) == rack]
-    far = [h for h in good if h != finding.subject and h not in near]
+    free = [h for h in good if h != finding.subject and frozenset((h, finding.subject)) not in taken]
+    near = [h for h in free if matrix.racks.get(h) == rack]
+    far = [h for h in free if h not in near]
     return [[(finding.subject, partner)] for partner in (*near, *far)[:PARTNERS]]
 
 
-def _together(finding: Finding, matrix: Matrix, good: Sequence[str]) -> list[tuple[str, str]]:
-    """Hosts of the suspect rack (or group), each with a good host elsewhere, of different racks as far as there are."""
+def _inside(finding: Finding, matrix: Matrix) -> list[str]:
+    """The hosts of a suspect rack; where racks are not known the subject lists them."""
     first = finding.subject.split(" or ")[0]
     inside = [h for h in matrix.hosts if matrix.racks.get(h) == first]
-    if not inside:  # racks are not known: the subject lists the hosts
-        inside = [h for h in finding.subject.split(", ") if h in matrix.hosts]
-    outside = [h for h in good if h not in inside and matrix.racks.get(h) != first] or [
-        h for h in matrix.hosts if h not in inside
-    ]
+    return inside or [h for h in finding.subject.split(", ") if h in matrix.hosts]
+
+
+def _together(finding: Finding, matrix: Matrix, report: MatrixReport) -> list[tuple[str, str]]:
+    """Hosts of the suspect rack (or group), each with a good host elsewhere, of different racks as far as there are."""
+    inside = _inside(finding, matrix)[:MAX_TOGETHER]
+    outside = [h for h in _best_first(report, matrix) if h not in _inside(finding, matrix)]
     taken: list[str] = []
-    for _ in inside[:MAX_TOGETHER]:
+    for _ in inside:
         left = [h for h in outside if h not in taken]
         used = [matrix.racks.get(h) for h in taken]
         taken += sorted(left, key=lambda h: used.count(matrix.racks.get(h)))[:1]
-    return list(zip(inside[:MAX_TOGETHER], taken, strict=False))
+    return list(zip(inside, taken, strict=False))
 
 
 class _Again:
@@ -205,20 +217,15 @@ def _again(finding: Finding, held: _Again, report: MatrixReport) -> tuple[Eviden
 
 def _uplink_again(finding: Finding, held: _Again, report: MatrixReport, matrix: Matrix) -> tuple[Evidence, ...] | None:
     """Whether the rack's hosts, together, again carried less than they could: in the best repeat, the worse way."""
-    pairs = _together(finding, matrix, [h for h in matrix.hosts if h != finding.subject])
-    inside = {host for host in matrix.hosts if matrix.racks.get(host) == finding.subject.split(" or ")[0]}
-    inside = inside or set(finding.subject.split(", "))
+    pairs = _together(finding, matrix, report)
     worst: tuple[float, list[Cell]] | None = None
-    for is_out in (True, False):
-        cells = [
-            cell for cell in held.shares if (cell[0] in inside) == is_out and (cell[0] in inside) != (cell[1] in inside)
-        ]
-        # Hosts of a group that is only known by being slow together are not slow themselves.
-        possible = sum(_possible(report, s, t) if matrix.racks else 1.0 for s, t in cells)
-        if len(cells) < min(2, len(pairs)) or possible <= 0:
+    for cells in (pairs, [(b, a) for a, b in pairs]):
+        if len(cells) < 2 or not all(held.shares.get(cell) for cell in cells):
             continue
-        totals = [sum(shares) for shares in zip(*(held.shares[cell] for cell in cells), strict=False)]
-        ratio = max(totals, default=possible) / possible
+        # Hosts of a group that is only known by being slow together are not slow themselves.
+        alone = [min(_alone(held, cells, report, s, 0), _alone(held, cells, report, t, 1)) for s, t in cells]
+        possible = max(sum(alone), 1e-9) if matrix.racks else float(len(cells))
+        ratio = max(sum(shares) for shares in zip(*(held.shares[cell] for cell in cells), strict=False)) / possible
         if worst is None or ratio < worst[0]:
             worst = (ratio, cells)
     if worst is None:
@@ -233,6 +240,13 @@ def _uplink_again(finding: Finding, held: _Again, report: MatrixReport, matrix: 
         )
         for s, t in cells[:2]
     )
+
+
+def _alone(held: _Again, together: Sequence[Cell], report: MatrixReport, host: str, end: int) -> float:
+    """What one side of a host can do: as it was first seen, or better where it was measured again on its own."""
+    again = [held.best(cell) for cell in held.shares if cell[end] == host and cell not in together]
+    first = (report.sending, report.receiving)[end].get(host, 1.0)
+    return min(1.0, max([first, *again]))
 
 
 def _possible(report: MatrixReport, source: str, target: str) -> float:
