@@ -4,19 +4,25 @@ Each run builds a lab of 8 hosts at 200 Mbit/s, breaks one thing (another host e
 do; right is the finding of the right kind with the right subject and no other. Racks hold two hosts each with an uplink
 of 400 Mbit/s, so that nothing is oversubscribed until an uplink is halved. A path of one pair is slowed by an htb class
 for the destination; the flapping link goes down for 150 ms every 0.7 s.
+
+The whole takes about a quarter of an hour. It can be done in parts: `--join FILE` goes on where the results in FILE
+end, `--seconds 120` begins no run after so long, `--faults NAME,...` runs some kinds only.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
-from _harness import Bar, arguments, finish
+from _harness import Bar, finish
 from wirespeed.cli import render
 from wirespeed.lab import Lab, LabSpec
 from wirespeed.lab.layout import host_address
@@ -24,6 +30,8 @@ from wirespeed.lab.shaping import shape_of
 
 RATE = 200e6
 HOSTS, RACKS = 8, 4
+DURATION = "200 ms"
+"""5 MB per transfer, in windows of 1 MB."""
 RACK_LIST = ";".join(f"h{2 * rack},h{2 * rack + 1}" for rack in range(RACKS))
 
 _SLOW_SEND = """
@@ -121,21 +129,23 @@ def flapping(lab: Lab, source: random.Random) -> tuple[tuple[str, str], Abstract
 
 
 Break = Callable[[Lab, random.Random], tuple[tuple[str, str] | None, AbstractContextManager[Any]]]
-KINDS: dict[str, Break] = {
-    "host at 60 %": slow_host,
-    "one direction at 60 %": slow_direction,
-    "one path at 60 %": slow_path,
-    "rack uplink halved": slow_uplink,
-    "flapping link": flapping,
-    "healthy": healthy,
+KINDS: dict[str, tuple[str, Break, int]] = {
+    "host": ("host at 60 %", slow_host, 10),
+    "direction": ("one direction at 60 %", slow_direction, 10),
+    "path": ("one path at 60 %", slow_path, 10),
+    "uplink": ("rack uplink halved", slow_uplink, 10),
+    "flapping": ("flapping link", flapping, 10),
+    "healthy": ("healthy", healthy, 20),
 }
+"""Short name to words, what breaks it, and runs."""
 
 
-def run_once(kind: str, seed: int) -> tuple[bool, list[tuple[str, str]], tuple[str, str] | None, list[str]]:
+def run_once(kind: str, seed: int) -> dict[str, Any]:
     """Whether it was named rightly, what was found, what was expected, and what was dropped after the retest."""
     source = random.Random(f"{kind} {seed}")
+    started_at = time.monotonic()
     with Lab(LabSpec(hosts=HOSTS, rate_bit_per_s=RATE, racks=RACKS, uplink_bit_per_s=2 * RATE)) as lab:
-        expected, during = KINDS[kind](lab, source)
+        expected, during = KINDS[kind][1](lab, source)
         out: list[str] = []
         err: list[str] = []
 
@@ -144,36 +154,76 @@ def run_once(kind: str, seed: int) -> tuple[bool, list[tuple[str, str]], tuple[s
 
         command = [
             sys.executable, "-m", "wirespeed", "doctor", "fabric", "--racks", RACK_LIST, "--streams", "1",
-            "--duration", "400 ms", "--congestion", "cubic", "--json",
+            "--duration", DURATION, "--congestion", "cubic", "--json",
         ]  # fmt: skip
         with during:
             result = lab.run(command, timeout_s=180, on_line=on_line)
+    seconds = round(time.monotonic() - started_at, 1)
     if result.returncode not in (0, 1) or not out:
-        return False, [("failed", "\n".join(err)[-300:])], expected, []
-    report = json.loads("\n".join(out))
-    found = [(finding["id"], finding["subject"]) for finding in report["findings"]]
-    return found == ([] if expected is None else [expected]), found, expected, report["dropped"]
+        found, dropped = [("failed", "\n".join(err)[-300:])], []
+    else:
+        report = json.loads("\n".join(out))
+        found = [(finding["id"], finding["subject"]) for finding in report["findings"]]
+        dropped = report["dropped"]
+    is_right = found == ([] if expected is None else [expected])
+    return {
+        "seed": seed, "is_right": is_right, "found": found, "expected": expected, "dropped": dropped, "seconds": seconds
+    }  # fmt: skip
+
+
+def options_of() -> argparse.Namespace:
+    """Those of every benchmark, and which kinds to run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="print one line per bar, and exit 1 if one is short")
+    parser.add_argument("--quick", action="store_true", help="one run of each kind; kept only with --out")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where results go (benchmarks/results/NAME.json)")
+    parser.add_argument("--faults", metavar="NAME,...", help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--join", type=Path, metavar="FILE", help="go on where these results end")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
+    options = parser.parse_args()
+    options.kinds = list(KINDS) if options.faults is None else options.faults.split(",")
+    unknown = [kind for kind in options.kinds if kind not in KINDS]
+    if unknown:
+        parser.error(f"got {', '.join(unknown)}; expected some of {', '.join(KINDS)}")
+    return options
+
+
+def write_and_check(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], *, check: bool) -> int:
+    """The results so far, and the exit status."""
+    bars = []
+    for kind, (name, _, wanted) in KINDS.items():
+        held = runs.get(kind, [])
+        if held or options.faults is None:
+            count = max(len(held), 1) if options.quick else wanted
+            bars.append(Bar(f"{name}: named rightly (runs of {count})", sum(run["is_right"] for run in held), count))
+    return finish("doctor_lab", bars, {"runs": runs}, check=check, is_quick=options.quick, out=options.out)
 
 
 def main() -> int:
     """Run, show, check."""
-    options = arguments(__doc__ or "")
+    options = options_of()
+    started_at = time.monotonic()
     runs: dict[str, list[dict[str, Any]]] = {}
-    rows = []
-    bars = []
-    for kind in KINDS:
-        count = (1 if options.quick else 10) * (2 if kind == "healthy" else 1)
-        runs[kind] = []
-        for seed in range(count):
-            is_right, found, expected, dropped = run_once(kind, seed)
-            runs[kind].append({"is_right": is_right, "found": found, "expected": expected, "dropped": dropped})
-            if not is_right:
-                print(f"{kind}, run {seed}: expected {expected}, found {found}", file=sys.stderr)
-        right = sum(run["is_right"] for run in runs[kind])
-        rows.append([kind, f"{right} of {count}"])
-        bars.append(Bar(f"{kind}: named rightly (share)", right / count, 1.0))
+    if options.join is not None and options.join.exists():
+        runs = json.loads(options.join.read_bytes())["results"]["runs"]
+    # One of each kind in turn: what disturbs the machine for a while hits all kinds.
+    for seed in range(max(KINDS[kind][2] for kind in options.kinds)):
+        for kind in options.kinds:
+            count = (2 if kind == "healthy" else 1) if options.quick else KINDS[kind][2]
+            is_done = seed >= count or any(run["seed"] == seed for run in runs.get(kind, []))
+            if is_done or time.monotonic() - started_at > options.seconds:
+                continue
+            run = run_once(kind, seed)
+            runs.setdefault(kind, []).append(run)
+            words = "right" if run["is_right"] else f"expected {run['expected']}, found {run['found']}"
+            print(f"{kind} {seed}: {words} ({run['seconds']} s)", file=sys.stderr, flush=True)
+            write_and_check(options, runs, check=False)
+    rows = [
+        [name, f"{sum(run['is_right'] for run in held)} of {len(held)}" if (held := runs.get(kind, [])) else "not run"]
+        for kind, (name, _, _) in KINDS.items()
+    ]
     render.show(render.make_table(["lab", "named rightly"], rows))
-    return finish("doctor_lab", bars, {"runs": runs}, check=options.check, is_quick=options.quick, out=options.out)
+    return write_and_check(options, runs, check=options.check)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,23 @@ SUPPORTED = """Settings for {name}:
 RINGS = "Ring parameters for {name}:\nPre-set maximums:\nRX:\t\t8192\nRX Mini:\tn/a\nTX:\t\t8192\nCurrent hardware settings:\nRX:\t\t8192\nRX Mini:\tn/a\nTX:\t\t8192\n"
 CHANNELS = "Channel parameters for {name}:\nPre-set maximums:\nRX:\t\tn/a\nTX:\t\tn/a\nOther:\t\tn/a\nCombined:\t63\nCurrent hardware settings:\nRX:\t\tn/a\nTX:\t\tn/a\nOther:\t\tn/a\nCombined:\t{queues}\n"
 FEATURES = "Features for {name}:\nrx-checksumming: on\ntx-checksumming: on\nscatter-gather: on\ntcp-segmentation-offload: on\ngeneric-segmentation-offload: on\ngeneric-receive-offload: {gro}\nlarge-receive-offload: off [fixed]\n"
+SMINFO = "sminfo: sm lid 1 sm guid 0x2c90300000001, activity count 48211 priority 14 state 3 SMINFO_MASTER\n"
+MLXLINK = (
+    "\nOperational Info\n----------------\nState                              : Active\n"
+    "Physical state                     : LinkUp\nEnabled Link Speed                 : 0x00000080 (NDR)\n"
+    "Troubleshooting Info\n--------------------\nStatus Opcode                      : 0\n"
+    "Recommendation                     : No issue was observed\n\nModule Info\n-----------\n"
+    "Vendor Serial Number               : MT0000X00001\nTemperature [C]                    : 52 [-5..75]\n\n"
+    "Physical Counters and BER Info\n------------------------------\nLink Down Counter                  : 0\n"
+)
+MLNX_QOS = (
+    "DCBX mode: OS controlled\nPriority trust state: dscp\ndscp2prio mapping:\n"
+    + "".join(
+        f"\tprio:{p} dscp:{','.join(f'{d:02d}' for d in range(8 * p + 7, 8 * p - 1, -1))},\n" for p in range(8)
+    )
+    + "PFC configuration:\n\tpriority    0   1   2   3   4   5   6   7\n\tenabled     0   0   0   1   0   0   0   0\n"
+)
+LLDP_PFC = "Priority-based Flow Control TLV\n\tWilling: no\n\tMACsec Bypass Capable: no\n\tPFC capable traffic classes: 8\n\tPFC enabled: 3\n"
 ROUTES = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
 
 
@@ -231,6 +248,8 @@ def h100(
             node=(nic_node or 0) if is_moved else node,
         )
         tree.rdma(f"mlx5_{index}", bdf, netdev=f"ib{index}")
+        tree.say("mlxlink", "-d", f"mlx5_{index}", "-p", "1", "-m", "-c", stdout=MLXLINK)
+        tree.say("sminfo", "-C", f"mlx5_{index}", "-P", "1", stdout=SMINFO)
         tree.nic(f"ib{index}", bdf, speed=400000, mtu=4092, node=node, kind=32, queues=4)
     bdf = tree.pci("pci0000:00/0000:00:1c.0/0000:04:00.0", kind=0x0200, vendor=INTEL, device=0x159B, speed="16.0 GT/s PCIe",
                    max_speed="16.0 GT/s PCIe", width=8, max_width=8)  # fmt: skip
@@ -274,6 +293,9 @@ def roce(*, mtu: int = 9000, is_crossed: bool = False) -> Tree:
             sm_lid="0x0",
         )
         tree.files[f"/sys/class/infiniband/mlx5_{index}/tc/1/traffic_class"] = "Global tclass=106\n"
+        tree.say("mlxlink", "-d", f"mlx5_{index}", "-p", "1", "-m", "-c", stdout=MLXLINK)
+        tree.say("mlnx_qos", "-i", f"ens{index + 1}np0", stdout=MLNX_QOS)
+        tree.say("lldptool", "-t", "-n", "-i", f"ens{index + 1}np0", "-V", "PFC", stdout=LLDP_PFC)
         tree.say("dcb", "-j", "pfc", "show", "dev", f"ens{index + 1}np0",
                  stdout='{"ifname":"x","pfc-cap":8,"macsec-bypass":false,"prio-pfc":[false,false,false,true,false,false,false,false]}')  # fmt: skip
         net = ("000200C0", "006433C6")[index]  # 192.0.2.0, 198.51.100.0
@@ -297,7 +319,7 @@ def container() -> Tree:
     )
     tree.files["/proc/self/mounts"] = "shm /dev/shm tmpfs rw,nosuid,nodev,noexec,relatime,size=65536k 0 0\n"
     for name in list(tree.commands):
-        if name.startswith(("ethtool", "nft")):
+        if name.startswith(("ethtool", "nft", "mlxlink", "sminfo")):
             del tree.commands[name]
     tree.commands["dmesg"] = {"returncode": 1, "stderr": "dmesg: read kernel buffer failed: Operation not permitted\n"}
     return tree

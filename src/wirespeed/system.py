@@ -124,6 +124,21 @@ class System:
         pairs = (entry.partition("=")[::2] for entry in content.decode(errors="replace").split("\0"))
         return {name: value for name, value in pairs if name.startswith(SEEN_VARIABLES)}
 
+    def process_sockets(self, pid: int) -> frozenset[int] | None:
+        """Inode numbers of a process's sockets; None where they may not be seen or it is gone."""
+        found: set[int] = set()
+        try:
+            with os.scandir(self.path(f"/proc/{pid}/fd")) as entries:
+                names = [entry.path for entry in entries]
+        except OSError:
+            return None
+        for name in names:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                target = os.readlink(name)
+                if target.startswith("socket:["):
+                    found.add(int(target[8:-1]))
+        return frozenset(found)
+
     def tcp_diagnostics(self, family: int) -> bytes | None:
         """The kernel's answer on established TCP sockets (INET_DIAG with TCP_INFO and memory); None if refused."""
         try:
@@ -212,7 +227,8 @@ class System:
 
 
 _ESTABLISHED = 1 << 1
-_EXTENSIONS = (1 << 1) | (1 << 3) | (1 << 6)  # INET_DIAG_INFO, INET_DIAG_CONG, INET_DIAG_SKMEMINFO: bit of (kind - 1)
+# INET_DIAG_INFO, _CONG, _TOS, _TCLASS, _SKMEMINFO: bit of (kind - 1)
+_EXTENSIONS = (1 << 1) | (1 << 3) | (1 << 4) | (1 << 5) | (1 << 6)
 
 
 def _inet_diag(family: int) -> bytes:

@@ -65,6 +65,20 @@ def test_json_is_one_record_that_can_be_read_again(
     assert report.unknowns
 
 
+def test_counters_are_watched_around_a_command_whose_output_stays_out_of_the_json(
+    capfd: pytest.CaptureFixture[str],
+):
+    command = f"{sys.executable} -c 'import time; print(\"ran\"); time.sleep(0.05); raise SystemExit(3)'"
+    main(["doctor", "host", "--around", command, "--only", "counters", "--json"])
+    captured = capfd.readouterr()
+    report = json.loads(captured.out)
+    assert 0.05 <= report["during_s"] < 30
+    assert "ran" in captured.err
+    assert "ended with 3" in captured.err
+    assert main(["doctor", "host", "--around", "true", "--during", "1s"]) == 2
+    assert main(["doctor", "host", "--around", "/no/such/program", "--only", "counters"]) == 2
+
+
 def test_level_decides_what_counts(tmp_path: Path):
     tree = h100()
     tree.files["/proc/sys/net/ipv4/tcp_tw_reuse"] = "1"

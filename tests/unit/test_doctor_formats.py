@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wirespeed.doctor.diagnose import causes_of
+from wirespeed.doctor.dossier import Dossier
 from wirespeed.doctor.flight_recorder import find_desync, read_trace
 from wirespeed.doctor.log_prefix import Process, find_process, find_rank, find_time_s
 from wirespeed.doctor.log_scan import JobFacts, scan
@@ -97,6 +99,31 @@ def test_perftest_in_mb_per_second_counts_binary_megabytes(tmp_path: Path) -> No
     (found,) = read_text(tmp_path, text).measurements
     assert (found.test, found.device, found.layer) == ("send_bw", "mlx5_4", "Ethernet")
     assert found.bit_per_s == pytest.approx(11600.0 * 8 * 2**20)
+
+
+def test_perftest_json_is_read_though_older_builds_write_it_wrongly(tmp_path: Path) -> None:
+    path = tmp_path / "write_bw.json"
+    path.write_text(
+        '{\n"test_info": {\n"test": "RDMA_Write BW",\n"Device": "mlx5_3",\n"Link_type": "IB",\n},\n"results": {\n'
+        '"MsgSize": 65536,\n"n_iterations": 5000,\n"BW_peak": 392.40,\n"BW_average": 391.90,\n"MsgRate": 0.747\n}\n'
+    )
+    (measurement,) = scan([path]).measurements
+    assert (measurement.tool, measurement.device, measurement.layer) == ("perftest", "mlx5_3", "IB")
+    assert measurement.bit_per_s == 391.9e9
+
+
+def test_iterations_that_vary_are_noted_and_found(tmp_path: Path) -> None:
+    results = [
+        {"size": size, "out_of_place": {"time": 100.0, "bus_bw": 40.0},
+         "out_of_place_per_iter": {"avg": 100.0, "max": 260.0, "cv_pct": 21.0}}
+        for size in (1 << 20, 1 << 24, 1 << 28)
+    ]  # fmt: skip
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"version": 3, "nccl_version": "2.27", "results": results, "args": ["all_reduce_perf"]}))
+    facts = scan([path])
+    assert len(facts.measurements[0].notes) == 3
+    (cause,) = causes_of(Dossier(facts=facts))
+    assert (cause.id, "2.6 times the mean" in cause.finding.title) == ("measure.unsteady", True)
 
 
 def test_perftest_latency_has_no_rate(tmp_path: Path) -> None:

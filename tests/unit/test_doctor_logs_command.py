@@ -93,6 +93,18 @@ def test_why_joins_the_step_the_transport_and_the_predicted_gain(
     assert "gives:" in capsys.readouterr().out
 
 
+def test_doctor_with_a_file_gives_the_verdict_and_a_command_goes_before_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", str(healthy(tmp_path, has_gdr=False)), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["kind"] == "verdict"
+    assert main(["doctor", "no-such-file.log"]) == 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drift").write_text("not a command")
+    assert main(["doctor", "drift", "--help"]) == 0
+    assert "side by side" in capsys.readouterr().out
+
+
 def test_why_says_what_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", str(healthy(tmp_path))]) == 0
     captured = capsys.readouterr()

@@ -12,7 +12,7 @@ import pytest
 
 from wirespeed.cli.main import main
 from wirespeed.doctor.history import earlier, find_changes, keep
-from wirespeed.doctor.matrix import MatrixReport, find_outliers, matrix_of
+from wirespeed.doctor.matrix import MatrixReport, find_outliers, judge, matrix_of
 from wirespeed.doctor.retest import confirm, schedule_of, suspects
 from wirespeed.measure.links import rounds
 from wirespeed.records import Environment, LinkSample, LinksRecord, write
@@ -156,12 +156,98 @@ def test_a_retest_keeps_what_is_slow_again_and_drops_what_is_not() -> None:
     matrix = matrix_of(record)
     report = find_outliers(record)
     table = suspects(report, matrix)
-    assert len(table) == 9  # three suspects (two partners of h2, one path), three times
+    assert len(table) == 6  # three suspects (two partners of h2, one path), twice
     assert all(len(pairs) == 1 for pairs in table)
     again = record_of(8, lambda a, b, way: 0.6 * GBIT if 2 in (a, b) else GBIT, table=table)
     kept, dropped = confirm(report, again)
     assert [finding.subject for finding in kept] == ["h2"]
     assert "alone" in kept[0].evidence[-1].where
+    assert len(dropped) == 1
+
+
+def test_what_noise_hides_is_suspect_in_a_first_pass_only() -> None:
+    # Sides that vary by a quarter either way: half of usual is within 3.5 robust deviations.
+    sends = [1.0, 0.75, 1.25, 0.62, 1.2, 0.8, 1.25, 0.75]
+    receives = [0.8, 1.2, 0.8, 0.62, 1.25, 1.2, 0.78, 1.2]
+    matrix = matrix_of(record_of(8, lambda a, b, way: GBIT * sends[a] * receives[b]))
+    assert named(judge(matrix)) == []
+    assert ("link.slow-rx", "h3") in named(judge(matrix, is_first_pass=True))
+
+
+@pytest.mark.parametrize("rack", range(4))
+def test_a_rack_is_measured_again_with_its_hosts_together(rack: int) -> None:
+    slow = uplink_at(GBIT, rack)
+    record = record_of(8, slow)
+    matrix = matrix_of(record, RACKS)
+    report = find_outliers(record, RACKS)
+    table = suspects(report, matrix)
+    assert len(table) == 2
+    assert all(len(pairs) == 2 for pairs in table)
+    inside = {2 * rack, 2 * rack + 1}
+    outside = [a if b in inside else b for a, b in table[0]]
+    assert len({n // 2 for n in outside}) == 2  # two other racks: neither of their uplinks is shared
+    kept, _ = confirm(report, record_of(8, slow, table=table), matrix)
+    assert [finding.subject for finding in kept] == [f"r{rack}"]
+    assert "together" in kept[0].evidence[-1].where
+    kept, dropped = confirm(report, record_of(8, lambda a, b, way: GBIT, table=table), matrix)
+    assert (kept, len(dropped)) == ((), 1)
+
+
+def test_a_rack_is_kept_though_its_hosts_seemed_slow_too_and_are_fine_alone() -> None:
+    slow = uplink_at(GBIT, 2)
+
+    def noisy(a: int, b: int, way: list[tuple[int, int]]) -> float:
+        return 0.65 * GBIT if {a, b} == {4, 5} else slow(a, b, way)  # their one cell inside the rack was disturbed
+
+    record = record_of(8, noisy)
+    matrix = matrix_of(record, RACKS)
+    report = judge(matrix, is_first_pass=True)
+    assert {finding.subject for finding in report.findings} >= {"h4", "h5", "r2"}
+    table = suspects(report, matrix)
+    kept, _ = confirm(report, record_of(8, slow, table=table), matrix)
+    assert [finding.subject for finding in kept] == ["r2"]
+
+
+def test_hosts_without_racks_that_are_slow_to_the_others_are_measured_again_together() -> None:
+    def slow(a: int, b: int, way: list[tuple[int, int]]) -> float:
+        return 0.4 * GBIT if (a < 3) != (b < 3) else GBIT
+
+    record = record_of(8, slow)
+    matrix, report = matrix_of(record), find_outliers(record)
+    table = suspects(report, matrix)
+    assert {n for pairs in table for pair in pairs for n in pair if n < 3} == {0, 1, 2}
+    kept, _ = confirm(report, record_of(8, slow, table=table), matrix)
+    assert [finding.subject for finding in kept] == ["h0, h1, h2"]
+
+
+def test_one_more_stall_confirms_a_link_that_comes_and_goes_and_none_drops_it() -> None:
+    def stalling(record: LinksRecord, stalls: set[int]) -> LinksRecord:
+        samples = [
+            msgspec.structs.replace(sample, bit_per_s=(GBIT, GBIT, 0.1 * GBIT, GBIT, GBIT)) if n in stalls else sample
+            for n, sample in enumerate(record.samples)
+        ]
+        return msgspec.structs.replace(record, samples=tuple(samples))
+
+    record = record_of(8, lambda a, b, way: GBIT)
+    own = {n for n, sample in enumerate(record.samples) if "h5" in (sample.source, sample.target)}
+    record = stalling(record, own)
+    matrix, report = matrix_of(record), find_outliers(record)
+    assert named(report) == [("link.flapping", "h5")]
+    again = record_of(8, lambda a, b, way: GBIT, table=suspects(report, matrix))
+    assert confirm(report, again, matrix)[0] == ()
+    assert [finding.id for finding in confirm(report, stalling(again, {3}), matrix)[0]] == ["link.flapping"]
+
+
+def test_a_path_to_a_slow_host_is_not_kept_for_being_as_slow_as_the_host() -> None:
+    def slow(a: int, b: int, way: list[tuple[int, int]]) -> float:
+        return 0.6 * GBIT if 5 in (a, b) else GBIT
+
+    # In the first pass a disturbance makes one of the slow host's cells slower still.
+    record = record_of(8, lambda a, b, way: 0.3 * GBIT if (a, b) == (3, 5) else slow(a, b, way))
+    matrix, report = matrix_of(record), find_outliers(record)
+    assert named(report) == [("link.slow-host", "h5"), ("link.slow-path", "h3 -> h5")]
+    kept, dropped = confirm(report, record_of(8, slow, table=suspects(report, matrix)), matrix)
+    assert [(finding.id, finding.subject) for finding in kept] == [("link.slow-host", "h5")]
     assert len(dropped) == 1
 
 

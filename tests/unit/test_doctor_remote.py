@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from wirespeed.cli.main import main
 from wirespeed.doctor.examine import Question
 from wirespeed.doctor.packed import MARK, MIN_PYTHON, argument, pack
 from wirespeed.doctor.remote import examine_hosts, script, ssh_command
@@ -164,3 +165,34 @@ def test_the_ssh_command_never_asks_and_takes_no_host_for_an_option():
     assert command[command.index("--") + 1] == "-oProxyCommand=x"
     assert "sudo -n" in script("{}", use_sudo=True)
     assert "sudo" not in script("{}")
+
+
+FAKE_SSH = """#!/bin/sh
+[ "$1" = -V ] && exit 0
+for last; do :; done
+cd "{elsewhere}" || exit 255
+exec env -i PATH="{bin}:/usr/bin:/bin" TMPDIR="{elsewhere}" HOME="{elsewhere}" sh -c "$last"
+"""
+
+
+def test_the_ssh_on_the_path_runs_it_elsewhere_without_site_packages_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    bin_, elsewhere = tmp_path / "bin", tmp_path / "elsewhere"
+    bin_.mkdir()
+    elsewhere.mkdir()
+    scripts = {
+        "ssh": FAKE_SSH.format(bin=bin_, elsewhere=elsewhere),
+        "python3": f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n',
+    }
+    for name, text in scripts.items():
+        (bin_ / name).write_text(text)
+        (bin_ / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
+    code = main(["doctor", "host", "--hosts", "127.0.0.[1-2]", "--only", "host", "--only", "tcp.advice", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code in (0, 1)
+    assert [host["host"] for host in report["hosts"]] == ["127.0.0.1", "127.0.0.2"]
+    assert report["failures"] == []
+    assert {check["name"].split(".")[0] for check in report["hosts"][0]["checks"]} == {"host", "tcp"}
+    assert list(elsewhere.iterdir()) == []

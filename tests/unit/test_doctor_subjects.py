@@ -39,6 +39,7 @@ def ethernet(**change: object) -> Tree:
         max_speed="16.0 GT/s PCIe",
     )
     tree.nic("ens1", bdf, driver="ice", speed=100000, **change)  # type: ignore[arg-type]
+    tree.say("ethtool", "-m", "ens1", stdout="\tModule temperature : 40.00 degrees C / 104.00 degrees F\n")
     tree.say("nft", "list", "ruleset")
     return tree
 
@@ -171,7 +172,10 @@ def test_a_container_without_ethtool_says_so_and_finds_nothing():
     tree = ethernet()
     tree.commands = {name: said for name, said in tree.commands.items() if not name.startswith("ethtool")}
     assert found(tree) == {}
-    assert {u.why for u in unknown(tree)} == {"program 'ethtool' is not installed"}
+    assert {u.why for u in unknown(tree)} == {
+        "program 'ethtool' is not installed",
+        "neither mlxlink nor `ethtool -m` answers",
+    }
 
 
 def test_a_slot_slower_than_the_port_is_found():
@@ -282,17 +286,20 @@ def test_roce_without_a_routable_address_and_without_priorities():
             f"ens{index + 1}np0",
             stdout='{"prio-pfc":[false,false,false,false,false,false,false,false]}',
         )
+        tree.say("lldptool", "-t", "-n", "-i", f"ens{index + 1}np0", "-V", "PFC", stdout="\tPFC enabled: none\n")
     held = {(f.id, f.severity) for f in found(tree).values()}
     assert held == {("rdma.no-routable-gid", "critical"), ("rdma.roce-lossy", "warning")}
 
 
 def test_priorities_are_unknown_without_a_tool():
     tree = roce()
-    tree.commands = {name: said for name, said in tree.commands.items() if not name.startswith("dcb")}
+    tree.commands = {name: said for name, said in tree.commands.items() if not name.startswith(("dcb", "mlnx_qos"))}
     assert found(tree) == {}
     assert {u.what for u in unknown(tree)} == {
         "lossless priorities (PFC) of ens1np0",
         "lossless priorities (PFC) of ens2np0",
+        "what ens1np0 takes the priority of packets from",
+        "what ens2np0 takes the priority of packets from",
     }
 
 

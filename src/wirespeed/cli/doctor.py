@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from wirespeed.errors import UsageError
 from wirespeed.units import parse_duration, parse_rate
@@ -19,10 +20,21 @@ if TYPE_CHECKING:
     from wirespeed.doctor.examine import Question
     from wirespeed.doctor.reports import HostReport
     from wirespeed.doctor.suppressions import Suppression
-    from wirespeed.doctor.sysctl import Outcome, SysctlStore
     from wirespeed.system import System
 
+
+class _FilesOrCommand(TyperGroup):
+    """``wirespeed doctor FILE...`` is the verdict on these files; a command of that name goes before a file."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names, else the verdict where it names a file."""
+        if self.get_command(ctx, args[0]) is None and (args[0] == "-" or Path(args[0]).exists()):
+            return "verdict", self.get_command(ctx, "verdict"), args
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_FilesOrCommand,
     help="Find what is wrong with a host, a fabric or a job's logs, and say how to mend and undo it.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -33,7 +45,10 @@ _SITE_SUPPRESSIONS = Path("/etc/wirespeed/suppressions.toml")
 
 @app.callback()
 def _group() -> None:
-    """Find what is wrong with a host, a fabric or a job's logs, and say how to mend and undo it."""
+    """Find what is wrong with a host, a fabric or a job's logs, and say how to mend and undo it.
+
+    `wirespeed doctor FILE...` gives the verdict on a job's logs, traces and records, as `wirespeed why` does.
+    """
 
 
 @app.command("host")
@@ -45,6 +60,12 @@ def host(
     ] = None,
     during: Annotated[
         str | None, typer.Option("--during", help="Watch counters for so long, while the job runs.", metavar="TIME")
+    ] = None,
+    around: Annotated[
+        str | None,
+        typer.Option(
+            "--around", help="Watch counters while this command runs, such as a benchmark.", metavar="COMMAND"
+        ),
     ] = None,
     rtt: Annotated[
         str | None, typer.Option("--rtt", help="Round trip between the job's hosts, where you know it.", metavar="TIME")
@@ -95,6 +116,9 @@ def host(
         Path | None,
         typer.Option("--prometheus", help="Also write a file for node_exporter's textfile collector.", metavar="FILE"),
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Also write a page that needs no network.", metavar="FILE")
+    ] = None,
     health_check: Annotated[
         bool,
         typer.Option("--health-check", help="Print one line; critical findings only. For Slurm's HealthCheckProgram."),
@@ -118,6 +142,8 @@ def host(
 
       sudo wirespeed doctor host --during 10s          counters, while the job runs
 
+      sudo wirespeed doctor host --around 'mpirun ... all_reduce_perf -b 1G -e 1G'      counters, around a benchmark
+
       wirespeed doctor host --hosts 'node[01-64]'      many hosts over ssh, and what differs between them
 
       srun -N64 --ntasks-per-node=1 wirespeed doctor host      the same from inside a job
@@ -137,8 +163,12 @@ def host(
         hosts=hosts, apply=apply, rollback=rollback, dry_run=dry_run, recorded=recorded, record=record, drain=drain,
         health_check=health_check,
     )  # fmt: skip
+    from wirespeed.cli.doctor_apply import apply_findings, report_outcome, store_of
+
     if rollback:
-        return _report_outcome(_store(this_namespace, state_dir).rollback(is_dry_run=dry_run), as_json=as_json)
+        return report_outcome(store_of(this_namespace, state_dir).rollback(is_dry_run=dry_run), as_json=as_json)
+    if around is not None and (during is not None or hosts is not None or recorded is not None):
+        raise UsageError("got --around with --during, --hosts or --from", expected="--around alone")
     question = _question(during, rtt, rate, peers, only)
     told = _read_suppressions(suppressions)
     is_one = apply or health_check or recorded is not None or record is not None
@@ -154,18 +184,25 @@ def host(
         return (
             0
             if report is None
-            else end_cluster(report, told, level=chosen, prometheus=prometheus, show_all=show_all, as_json=as_json)
+            else end_cluster(
+                report, told, level=chosen, prometheus=prometheus, page=page, show_all=show_all, as_json=as_json
+            )
         )
     system = _system(record, recorded)
-    report_of_one = _examine(system, question, told)
+    report_of_one = _examine(system, question, told, around=around)
     if record is not None:
         _write_record(system, record)
     if prometheus is not None:
         from wirespeed.cli.doctor_hosts import write_prometheus
 
         write_prometheus([report_of_one], prometheus)
+    if page is not None:
+        from wirespeed.cli.doctor_hosts import write_page
+
+        write_page(report_of_one, page)
     if apply:
-        return _apply(report_of_one, chosen, _store(this_namespace, state_dir), dry_run=dry_run, as_json=as_json)
+        store = store_of(this_namespace, state_dir)
+        return apply_findings(report_of_one, chosen, store, dry_run=dry_run, as_json=as_json)
     if health_check:
         return _health_check(report_of_one, drain=drain)
     if as_json:
@@ -229,7 +266,10 @@ def _question(
     )
 
 
-def _examine(system: System, question: Question, told: tuple[Suppression, ...]) -> HostReport:
+def _examine(
+    system: System, question: Question, told: tuple[Suppression, ...], *, around: str | None = None
+) -> HostReport:
+    from dataclasses import replace
     from datetime import UTC, datetime
 
     from wirespeed.cli.render import say
@@ -238,9 +278,34 @@ def _examine(system: System, question: Question, told: tuple[Suppression, ...]) 
     from wirespeed.doctor.suppressions import suppress
     from wirespeed.measure.environment import capture
 
-    if question.during_s is not None:
-        say(f"watching counters for {question.during_s:g} s")
-    return suppress(host_report(examine(system, question), capture()), told, today=datetime.now(UTC).date())
+    if around is not None:
+        from wirespeed.doctor.examine import MAX_DURING_S
+
+        asked = replace(question, during_s=MAX_DURING_S)
+        examination = examine(system, asked, wait=lambda limit_s: _run(around, limit_s))
+    else:
+        if question.during_s is not None:
+            say(f"watching counters for {question.during_s:g} s")
+        examination = examine(system, question)
+    return suppress(host_report(examination, capture()), told, today=datetime.now(UTC).date())
+
+
+def _run(command: str, limit_s: float) -> None:
+    """Run the command that counters are watched around; what it prints goes to stderr, where news goes."""
+    import shlex
+    import subprocess
+
+    from wirespeed.cli.render import say
+
+    try:
+        done = subprocess.run(shlex.split(command), stdout=sys.stderr, timeout=limit_s, check=False)
+    except (OSError, ValueError) as fault:
+        raise UsageError(f"cannot run --around {command!r}: {fault}") from fault
+    except subprocess.TimeoutExpired:
+        say(f"note: the command was ended after {limit_s:g} s")
+        return
+    if done.returncode != 0:
+        say(f"note: the command ended with {done.returncode}; the counters were watched all the same")
 
 
 def _addresses(peers: str) -> tuple[str, ...]:
@@ -284,54 +349,6 @@ def _write_record(system: System, path: Path) -> None:
 
     assert isinstance(system, Recorder)
     say(f"wrote {write_bytes(path, system.to_json())}: it holds host names, addresses and kernel messages")
-
-
-def _store(this_namespace: bool, state_dir: Path | None) -> SysctlStore:
-    from wirespeed.doctor.inventory import HostView
-    from wirespeed.doctor.sysctl import DROP_IN, JOURNAL, SysctlStore, is_first_namespace, refuse_in_container
-    from wirespeed.system import System
-
-    system = System()
-    if not this_namespace:
-        refuse_in_container(HostView(system))
-        if not is_first_namespace(system):
-            raise UsageError(
-                "this is a network namespace of its own",
-                expected="the host's",
-                hint="--this-namespace sets its parameters all the same",
-            )
-    journal = JOURNAL if state_dir is None else str(state_dir.absolute() / Path(JOURNAL).name)
-    return SysctlStore(system, journal=journal, drop_in=None if this_namespace else DROP_IN)
-
-
-def _apply(report: HostReport, level: Severity, store: SysctlStore, *, dry_run: bool, as_json: bool) -> int:
-    from wirespeed.doctor.check import SEVERITIES
-
-    counted = SEVERITIES[: SEVERITIES.index(level) + 1]
-    settings = [
-        setting
-        for finding in report.findings
-        if finding.severity in counted and finding.remedy is not None
-        for setting in finding.remedy.settings
-    ]
-    left = sum(1 for f in report.findings if f.severity not in counted and f.remedy is not None and f.remedy.settings)
-    if left:
-        from wirespeed.cli.render import say
-
-        say(f"{left} lesser findings also name parameters: --level notice applies them too")
-    return _report_outcome(store.apply(settings, is_dry_run=dry_run), as_json=as_json)
-
-
-def _report_outcome(outcome: Outcome, *, as_json: bool) -> int:
-    if as_json:
-        from wirespeed.cli.render import print_json
-
-        print_json(outcome)
-    else:
-        from wirespeed.cli.doctor_render import show_outcome
-
-        show_outcome(outcome)
-    return 1 if outcome.has_conflicts else 0
 
 
 def _health_check(report: HostReport, *, drain: bool) -> int:

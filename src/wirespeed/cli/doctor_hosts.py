@@ -58,6 +58,7 @@ def end_cluster(
     *,
     level: Severity,
     prometheus: Path | None,
+    page: Path | None,
     show_all: bool,
     as_json: bool,
 ) -> int:
@@ -75,6 +76,8 @@ def end_cluster(
     report = msgspec.structs.replace(report, hosts=hosts, drift=drift(hosts))
     if prometheus is not None:
         write_prometheus(report.hosts, prometheus)
+    if page is not None:
+        write_page(report, page)
     if as_json:
         from wirespeed.cli.render import print_json
 
@@ -97,6 +100,9 @@ def drift_of(
     *,
     level: Annotated[str, typer.Option("--level", help="From which severity on differences count.")] = "warning",
     show_all: Annotated[bool, typer.Option("--all", help="Every difference.")] = False,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Also write a page that needs no network.", metavar="FILE")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int:
     """Put reports of several hosts, or of one host before and after, side by side.
@@ -123,7 +129,15 @@ def drift_of(
         ]
     cluster = ClusterReport(environment=capture(), hosts=tuple(held))
     chosen = next(name for name in SEVERITIES if name == level)
-    return end_cluster(cluster, (), level=chosen, prometheus=None, show_all=show_all, as_json=as_json)
+    return end_cluster(cluster, (), level=chosen, prometheus=None, page=page, show_all=show_all, as_json=as_json)
+
+
+def write_page(report: HostReport | ClusterReport, path: Path) -> None:
+    """Write the page."""
+    from wirespeed.cli.render import say
+    from wirespeed.report import doctor_page
+
+    say(f"wrote {doctor_page.write_page(path, report)}")
 
 
 def write_prometheus(reports: Sequence[HostReport], path: Path) -> None:

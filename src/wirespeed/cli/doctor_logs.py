@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from wirespeed.records import LinksRecord
 
 _JSON = typer.Option("--json", help="One JSON document on stdout.")
+_HTML = typer.Option("--html", help="Also write a page that needs no network.", metavar="FILE", show_default=False)
+_PROMETHEUS = typer.Option(
+    "--prometheus", help="Also write a file for node_exporter's textfile collector.", metavar="FILE", show_default=False
+)
 _FILES = typer.Argument(help="Files or folders; - for standard input.", metavar="FILE...", show_default=False)
 MAX_SHOWN = 5
 MAX_ROWS = 40
@@ -31,6 +35,8 @@ def logs(
     files: Annotated[list[Path], _FILES],
     *,
     show_all: Annotated[bool, typer.Option("--all", help="All causes, not only the first few.")] = False,
+    page: Annotated[Path | None, _HTML] = None,
+    prometheus: Annotated[Path | None, _PROMETHEUS] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
     """Read logs of one job: what NCCL chose, what failed first, and why. Nothing in them is run.
@@ -48,12 +54,14 @@ def logs(
 
       wirespeed doctor logs job.log --json
     """
-    from wirespeed.doctor.diagnose import causes_of, facts_document, transport_lines
+    from wirespeed.doctor.diagnose import diagnose, facts_document, transport_lines
     from wirespeed.doctor.dossier import Dossier
     from wirespeed.doctor.log_scan import scan
 
     job = scan(_expand(files))
-    causes = causes_of(Dossier(sources=job.sources, facts=job))
+    verdict = diagnose(Dossier(sources=job.sources, facts=job))
+    causes = verdict.causes
+    _write_outputs(verdict, page, prometheus)
     if as_json:
         print_json({**facts_document(job), "causes": list(causes)})
     else:
@@ -67,7 +75,8 @@ def logs(
             )
         show_causes(console, causes, limit=None if show_all else MAX_SHOWN)
         if not causes:
-            console.print("nothing wrong was found" if job.has_job_log or job.measurements else _NOTHING, markup=False)
+            has_any = job.has_job_log or job.measurements or job.kernel
+            console.print("nothing wrong was found" if has_any else _NOTHING, markup=False)
         _show_notes(job.notes)
     return _exit_code(causes)
 
@@ -79,16 +88,21 @@ def why(
     files: Annotated[list[Path], _FILES],
     *,
     show_all: Annotated[bool, typer.Option("--all", help="All causes, not only the first few.")] = False,
+    page: Annotated[Path | None, _HTML] = None,
+    prometheus: Annotated[Path | None, _PROMETHEUS] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
     """Say why the job is slow or failed, from whatever files there are: the verdict, one cause first.
 
-    Takes logs, benchmark outputs, and records of wirespeed (tune, profile, bench links, doctor host, fabric.toml).
-    Exposed communication comes first: where it is below 5 % of the step, the network is not the bottleneck.
+    Takes logs, profilers' traces (torch.profiler, Nsight Systems' SQLite), outputs of benchmarks and tools, and
+    records of wirespeed (tune, profile, bench, doctor host, doctor fabric, fabric.toml). Exposed communication comes
+    first: where it is below 5 % of the step, the network is not the bottleneck.
 
     Examples:
 
       wirespeed why slurm-4711.out
+
+      wirespeed why traces/ slurm-4711.out cluster.json --html why.html
 
       wirespeed why tune.json fabric.toml links.json job.log
 
@@ -98,11 +112,25 @@ def why(
     from wirespeed.doctor.dossier import read_dossier
 
     verdict = diagnose(read_dossier(_expand(files)))
+    _write_outputs(verdict, page, prometheus)
     if as_json:
         print_json(verdict)
     else:
         _show_verdict(verdict, show_all=show_all)
     return _exit_code(verdict.causes)
+
+
+def _write_outputs(verdict: Verdict, page: Path | None, prometheus: Path | None) -> None:
+    if page is not None:
+        from wirespeed.report.doctor_page import write_page
+
+        say(f"wrote {write_page(page, verdict)}")
+    if prometheus is not None:
+        from wirespeed.doctor.prometheus import verdict_textfile
+        from wirespeed.records import write_bytes
+
+        # One file per job: the collector reads all of them, and samples of two jobs must differ.
+        write_bytes(prometheus, verdict_textfile(verdict, job=prometheus.stem).encode())
 
 
 def fabric(
@@ -125,6 +153,8 @@ def fabric(
         Path | None, typer.Option("--history", help="Compare with the runs in this folder, and add this one.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the measured links here.")] = None,
+    page: Annotated[Path | None, _HTML] = None,
+    prometheus: Annotated[Path | None, _PROMETHEUS] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
     """Find slow hosts, links, racks and uplinks from measurements of all pairs; suspects are measured again, alone.
@@ -146,6 +176,8 @@ def fabric(
     from wirespeed.records import LinksRecord, read, write
 
     where = {} if racks is None else _racks(racks)
+    if files is not None and len(files) > 1 and (page is not None or prometheus is not None):
+        raise UsageError("got several records with --html or --prometheus", expected="one record")
     if files:
         results = [(report_of(record, where), record) for record in (read(path, LinksRecord) for path in files)]
     else:
@@ -170,11 +202,24 @@ def fabric(
             say(f"wrote {write(out, record)}")
         changed = report if history is None else _with_history(report, record, history)
         has_findings = has_findings or any(finding.severity != "notice" for finding in changed.findings)
+        _write_fabric(changed, page, prometheus)
         if as_json:
             print_json(changed)
         else:
             _show_fabric(changed)
     return 1 if has_findings else 0
+
+
+def _write_fabric(report: FabricReport, page: Path | None, prometheus: Path | None) -> None:
+    if page is not None:
+        from wirespeed.report.doctor_page import write_page
+
+        say(f"wrote {write_page(page, report)}")
+    if prometheus is not None:
+        from wirespeed.doctor.prometheus import fabric_textfile
+        from wirespeed.records import write_bytes
+
+        write_bytes(prometheus, fabric_textfile(report).encode())
 
 
 def _counts(text: str) -> list[int]:
@@ -300,7 +345,8 @@ def show_causes(console: Console, causes: Sequence[Cause], *, limit: int | None)
             console.print(f"   or: {cause.alternatives}", markup=False)
         if cause.gives is not None:
             console.print(
-                f"   gives: {format_duration(cause.gives.now_s)} -> {format_duration(cause.gives.step_s)} per step "
+                f"   gives: {format_duration(cause.gives.now_s)} -> {'at best ' if cause.gives.is_bound else ''}"
+                f"{format_duration(cause.gives.step_s)} per step "
                 f"({format_percent(cause.gives.gain)} less; {cause.gives.basis})",
                 markup=False,
             )

@@ -52,6 +52,7 @@ def _complete(module: str) -> Any:
 
         held.app.command("drift")(doctor_hosts.drift_of)
         held.app.command("path")(doctor_hosts.path_to)
+        held.app.command("verdict")(doctor_logs.why)
         held.app.command("logs")(doctor_logs.logs)
         held.app.command("fabric")(doctor_logs.fabric)
     return held

@@ -13,11 +13,12 @@ import msgspec
 
 from wirespeed.doctor.check import Evidence, Finding, Path, Remedy, Severity
 
-Kind = Literal["failure", "transport", "capability", "setting"]
-"""failure: the job stopped. transport: NCCL takes a slower path than it could. capability: the path itself gives less
-than it should. setting: wrong or risky, without a visible effect here."""
+Kind = Literal["failure", "program", "transport", "capability", "setting"]
+"""failure: the job stopped. program: the ranks themselves cost the time, not what joins them. transport: NCCL takes a
+slower path than it could. capability: the path gives less than it should. setting: wrong or risky, without a visible
+effect here."""
 
-KINDS: tuple[Kind, ...] = ("failure", "transport", "capability", "setting")
+KINDS: tuple[Kind, ...] = ("failure", "program", "transport", "capability", "setting")
 
 
 class WhatItGives(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,8 @@ class WhatItGives(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     now_s: float
     basis: str
+    is_bound: bool = False
+    """No better than this, as against simulated."""
 
     @property
     def gain(self) -> float:
@@ -92,15 +95,16 @@ def make_cause(
 
 
 def rank_causes(causes: Iterable[Cause]) -> tuple[Cause, ...]:
-    """What stopped the job first, then the transport, then what the path can do, then settings; each by weight.
+    """What stopped the job first, then the program, the transport, what the path can do, settings; each by weight.
 
-    Of causes with one id the strongest stays.
+    Of causes with one id the strongest stays; of links each, since several may be slow.
     """
-    best: dict[str, Cause] = {}
+    best: dict[tuple[str, str], Cause] = {}
     for cause in causes:
-        known = best.get(cause.id)
+        key = (cause.id, cause.finding.subject if cause.id.startswith("link.") else "")
+        known = best.get(key)
         if known is None or cause.weight > known.weight:
-            best[cause.id] = cause
+            best[key] = cause
     return tuple(sorted(best.values(), key=lambda c: (KINDS.index(c.kind), -c.weight, c.id)))
 
 

@@ -7,7 +7,7 @@ What a program did on its own (out of memory, an exception, a kill) goes before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -23,18 +23,27 @@ from wirespeed.doctor.causes_rdma import (
 from wirespeed.doctor.causes_transport import is_virtual
 from wirespeed.doctor.check import Evidence
 from wirespeed.doctor.failure_words import WORDS, FailureText
+from wirespeed.doctor.job_failures import WORDS as JOB_WORDS
 from wirespeed.doctor.kernel_log import is_hardware_xid
 from wirespeed.doctor.log_scan import JobFacts
 from wirespeed.doctor.nccl_failures import Failure
 
-PROGRAM = frozenset(("gpu_memory", "program", "gpu", "crash", "host_memory", "shared_memory", "cuda"))
+PROGRAM = frozenset((
+    "gpu_memory", "program", "gpu", "crash", "host_memory", "shared_memory", "cuda", "collective_mismatch",
+    "barrier_missed", "disk_full", "open_files", "library", "driver", "no_gpu", "device_ordinal", "fabric_manager",
+))  # fmt: skip
+_FOLLOW_UPS = frozenset(("closed", "gloo", "completion", "ras_dead", "connect", "stuck", "store", "unexplained"))
 LATE_WORDS = frozenset(("killed", "cancelled"))
 """What launchers do to the rest after one rank failed: a cause only where nothing else is."""
 
 
 def failure_causes(job: JobFacts) -> Iterator[Cause]:
     """All causes of this kind, the earliest primary failure with the highest weight."""
-    primary = sorted((f for f in job.failures if f.is_primary), key=_order(job))
+    primary = sorted((f for f in job.failures if f.is_primary and not _is_warning(f)), key=_order(job))
+    for failure in job.failures:
+        cause = _cause_of(failure, job) if _is_warning(failure) else None
+        if cause is not None:
+            yield cause
     for place, failure in enumerate(primary[:8]):
         cause = _cause_of(failure, job)
         if cause is not None:
@@ -44,6 +53,16 @@ def failure_causes(job: JobFacts) -> Iterator[Cause]:
     yield from _init_hang(job, has_primary=bool(primary))
     if not primary:
         yield from _only_secondary(job)
+
+
+def _words_of(kind: str) -> FailureText | None:
+    return WORDS.get(kind) or JOB_WORDS.get(kind)
+
+
+def _is_warning(failure: Failure) -> bool:
+    """Whether it names why a job is slow or at risk, and nothing stopped by it."""
+    words = _words_of(failure.kind)
+    return words is not None and words.kind != "failure"
 
 
 def _weighted(cause: Cause, weight: float) -> Cause:
@@ -71,7 +90,7 @@ def _cause_of(failure: Failure, job: JobFacts) -> Cause | None:
         return async_event_cause(failure, job)
     if failure.kind == "connect":
         return _connect(failure, job)
-    words = WORDS.get(failure.kind)
+    words = _words_of(failure.kind)
     return None if words is None else _from_words(failure, words, job)
 
 
@@ -90,9 +109,9 @@ def _from_words(failure: Failure, words: FailureText, job: JobFacts) -> Cause:
         words.id,
         title,
         (*evidence_of([failure]), *extra),
-        kind="failure",
-        weight=0.9,
-        severity="critical",
+        kind=words.kind,
+        weight=0.9 if words.kind == "failure" else 0.82,
+        severity=words.severity,
         subject=failure.host or "job",
         host=failure.host,
         path=words.path,
@@ -171,7 +190,8 @@ def _kernel_causes(job: JobFacts, *, has_failure: bool) -> Iterator[Cause]:
             detail = (
                 event.device
                 if event.code is None
-                else f"Xid {event.code} ({event.detail or 'see NVIDIA documentation'})"
+                else f"{'SXid' if event.kind == 'sxid' else 'Xid'} {event.code} "
+                f"({event.detail or 'see NVIDIA documentation'})"
             )
             yield make_cause(
                 words.id,
@@ -288,13 +308,28 @@ def _init_hang(job: JobFacts, *, has_primary: bool) -> Iterator[Cause]:
     )
 
 
+def _unexplained(failures: Sequence[Failure]) -> Cause:
+    return make_cause(
+        "nccl.error-unexplained",
+        f"{names(dict.fromkeys(who(f) for f in failures), limit=3)}: NCCL failed ({failures[0].detail}), and why is "
+        "not in these files",
+        evidence_of(failures[:4]),
+        kind="failure",
+        weight=0.45,
+        severity="critical",
+        subject="nccl",
+        path="any",
+        fix="run it again with NCCL's own log, and give the logs of all ranks: the first warning there names the cause",
+        commands=("export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH", "wirespeed doctor logs *.log"),
+        source="torch.distributed: DistBackendError",
+    )
+
+
 def _only_secondary(job: JobFacts) -> Iterator[Cause]:
-    secondary = [
-        f
-        for f in job.failures
-        if not f.is_primary and f.kind in ("closed", "gloo", "completion", "ras_dead", "connect")
-    ]
-    if secondary and not job.laggards and job.desync is None:
+    secondary = [f for f in job.failures if not f.is_primary and f.kind in _FOLLOW_UPS]
+    if secondary and all(f.kind == "unexplained" for f in secondary) and not job.laggards and job.desync is None:
+        yield _unexplained(secondary)
+    elif secondary and not job.laggards and job.desync is None:
         peers = sorted({f.peer for f in secondary if f.peer})
         yield make_cause(
             "job.peer-gone",

@@ -13,11 +13,11 @@ from statistics import median
 from wirespeed.doctor.causes import Cause, make_cause, names
 from wirespeed.doctor.check import Evidence
 from wirespeed.doctor.log_scan import JobFacts
-from wirespeed.doctor.measurements import Measurement
+from wirespeed.doctor.measurements import GOOD_SHARE, Measurement
 from wirespeed.doctor.nccl_facts import NcclFacts
+from wirespeed.doctor.nccl_tests import UNSTEADY
 from wirespeed.units import format_rate, format_size
 
-GOOD_SHARE = 0.8
 ROCE_FLOOR_BIT_PER_S = 8e9
 """RoCE below 1 GB/s of bus bandwidth (nccl#378, nccl#306): loss, not load."""
 MANY_RETRANSMITS = 0.001
@@ -31,10 +31,12 @@ def measured_causes(job: JobFacts) -> Iterator[Cause]:
     verbs = [m for m in job.measurements if m.tool == "perftest" and m.bit_per_s]
     tcp = [m for m in job.measurements if m.tool == "iperf3" and m.bit_per_s]
     yield from _wrong_results(tests)
+    yield from _unsteady(tests)
     yield from _single_stream(job, tests, tcp)
     yield from _link_fine_nccl_not(job, tests, verbs)
     yield from _lossy_roce(job, tests)
     yield from _odd_device(verbs)
+    yield from _slow_port(job.nccl)
     yield from _gpu_path(verbs)
     yield from _retransmits(tcp)
     yield from _more_hosts_much_less(tests)
@@ -75,6 +77,26 @@ def _wrong_results(tests: Sequence[Measurement]) -> Iterator[Cause]:
             path="any",
             fix="do not train on this; unset unusual NCCL settings (chunk and buffer sizes), then test hosts in pairs",
             commands=("all_reduce_perf -b 8 -e 4G -f 2 -c 1",),
+        )
+
+
+def _unsteady(tests: Sequence[Measurement]) -> Iterator[Cause]:
+    bad = [(m, note) for m in tests for note in m.notes if note.startswith(UNSTEADY)]
+    # One size may have met a neighbour; half of the sizes have not.
+    if len(bad) * 2 > sum(len(m.points) for m in tests if any(m is one for one, _ in bad)) / 2:
+        measurement, note = bad[0]
+        yield make_cause(
+            "measure.unsteady",
+            f"{measurement.test} of nccl-tests is unsteady: {note}",
+            [Evidence(where=m.where, seen=text) for m, text in bad[:4]],
+            kind="capability",
+            weight=0.5,
+            subject="iterations",
+            path="any",
+            fix="a straggler where one process has the spikes (per_process_max_times_us), the fabric or a neighbour's "
+            "job where all have them",
+            commands=("all_reduce_perf -b 1M -e 1G -f 2 -I 1 -J run.json", "wirespeed doctor fabric"),
+            source="nccl-tests tools/analyze_perf_json.py",
         )
 
 
@@ -201,6 +223,37 @@ def _odd_device(verbs: Sequence[Measurement]) -> Iterator[Cause]:
                 limit_bit_per_s=min(m.bit_per_s or 0.0 for m in slow),
                 full_bit_per_s=usual,
             )
+
+
+def _slow_port(nccl: NcclFacts) -> Iterator[Cause]:
+    """A port that came up at a lower rate than the others, as NCCL found it."""
+    rates = [rate for ports in nccl.port_rates.values() for rate in ports.values()]
+    if len(rates) < 2:
+        return
+    usual = max(set(rates), key=lambda rate: (rates.count(rate), rate))
+    slow = {
+        (host, name): rate for host, ports in nccl.port_rates.items() for name, rate in ports.items() if rate < usual
+    }
+    # Cards of two kinds (a storage NIC among them) are a choice, not a fault: then a whole class of them is slower.
+    if not slow or len(slow) > len(rates) / 4:
+        return
+    host, name = min(slow, key=lambda key: slow[key])
+    yield make_cause(
+        "rdma.slower-than-twin",
+        f"the RDMA port {name} of {host or 'a host'} runs at {format_rate(slow[host, name])}, the others at "
+        f"{format_rate(usual)}",
+        [line for one, port in slow for line in nccl.lines(f"port speed {one} {port}")],
+        kind="capability",
+        weight=0.86,
+        severity="critical" if slow[host, name] <= usual / 2 else "warning",
+        subject=name,
+        host=host,
+        fix="cable, optic or switch port: swap with a good one, the fault follows the part that causes it",
+        commands=(f"mlxlink -d {name} -m -c", f"cat /sys/class/infiniband/{name}/ports/1/rate"),
+        source="leptonai/gpud, azurehpc-health-checks: one rate for all ports",
+        limit_bit_per_s=slow[host, name],
+        full_bit_per_s=usual,
+    )
 
 
 def _gpu_path(verbs: Sequence[Measurement]) -> Iterator[Cause]:

@@ -193,7 +193,7 @@ def _late_loss(failure: Failure, job: JobFacts, words: str) -> Cause:
     roce = " On RoCE without PFC/ECN, loss under load looks the same." if job.nccl.is_roce else ""
     return make_cause(
         "rdma.peer-lost",
-        f"{who(failure)} lost its peer {failure.peer or ''}{after}: {words}".replace("  ", " "),
+        f"{who(failure)} lost its peer{' ' + failure.peer if failure.peer else ''}{after}: {words}",
         evidence,
         fix="look at the peer first: dead process, host or NIC; then at link errors on both ends. "
         "NCCL_IB_TIMEOUT=22 is a "

@@ -246,6 +246,18 @@ def setting_causes(job: JobFacts) -> Iterator[Cause]:
             )  # fmt: skip
     yield from _socket_threads(nccl)
     yield from _differing(nccl)
+    yield from _unknown_warnings(nccl)
+
+
+def _unknown_warnings(nccl: NcclFacts) -> Iterator[Cause]:
+    """Warnings of NCCL that no rule knows: shown, since silence would read as "fine"."""
+    lines = nccl.lines("warning")
+    if lines:
+        yield make_cause(
+            "nccl.unknown-warning", "NCCL warns of something that no rule here knows", lines, kind="setting",
+            weight=0.2, severity="notice", subject="warning", path="any",
+            fix="read the line; nothing is concluded from it", source="NCCL WARN",
+        )  # fmt: skip
 
 
 def _socket_threads(nccl: NcclFacts) -> Iterator[Cause]:

@@ -10,26 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from statistics import median
 
 import msgspec
 
-from wirespeed.doctor.causes import Cause, Kind, WhatItGives, rank_causes
+from wirespeed.doctor.causes import Cause, rank_causes
+from wirespeed.doctor.causes_exposed import exposed_causes
 from wirespeed.doctor.causes_failures import failure_causes
+from wirespeed.doctor.causes_hosts import host_causes, link_causes
 from wirespeed.doctor.causes_measured import measured_causes, seen
 from wirespeed.doctor.causes_settings import setting_causes
 from wirespeed.doctor.causes_transport import transport_causes
-from wirespeed.doctor.check import Evidence, Finding
+from wirespeed.doctor.check import Evidence
 from wirespeed.doctor.dossier import Dossier, Exposure
+from wirespeed.doctor.gains import send_less, with_gain
 from wirespeed.doctor.log_scan import JobFacts
 from wirespeed.doctor.nccl_facts import NcclFacts
-from wirespeed.records import Record
-from wirespeed.units import format_duration, format_percent, format_rate
+from wirespeed.fabric.collectives import busbw_bit_per_s
+from wirespeed.records import CollectiveSample, CollectivesRecord, Record
+from wirespeed.spec.traces import TracesRecord
+from wirespeed.units import format_duration, format_percent, format_rate, format_size
 
 MINOR_SHARE = 0.05
 LARGE_SHARE = 0.20
 """Exposed communication over the step: below 5 % not the bottleneck, above 20 % worth work (own rule)."""
-
-_RDMA_SIDE = frozenset(("tcp",))
 
 
 class Verdict(Record, frozen=True, kw_only=True, tag="verdict"):
@@ -55,13 +59,17 @@ def causes_of(dossier: Dossier) -> tuple[Cause, ...]:
     job = dossier.facts
     found = [
         *failure_causes(job),
+        *exposed_causes(dossier),
         *transport_causes(job),
         *measured_causes(job),
         *setting_causes(job),
-        *(_from_host(finding, job.nccl) for finding in dossier.host_findings),
-        *_from_links(dossier),
+        *host_causes(dossier),
+        *link_causes(dossier),
     ]
-    return tuple(_with_gain(_as_harmless(cause, dossier.exposure), dossier) for cause in rank_causes(found))
+    ranked = [with_gain(_as_harmless(cause, dossier.exposure), dossier) for cause in rank_causes(found)]
+    if dossier.exposure is None or dossier.exposure.share >= MINOR_SHARE:
+        ranked += send_less(dossier)
+    return tuple(ranked)
 
 
 def diagnose(dossier: Dossier) -> Verdict:
@@ -83,23 +91,6 @@ def diagnose(dossier: Dossier) -> Verdict:
     )
 
 
-def _from_host(finding: Finding, nccl: NcclFacts) -> Cause:
-    """A finding of the host checks as a cause: it explains what hurts only on the path that the job uses."""
-    is_beside = finding.path in _RDMA_SIDE and nccl.uses_rdma
-    kind: Kind = "capability" if finding.limit_bit_per_s is not None and not is_beside else "setting"
-    weight = {"critical": 0.8, "warning": 0.6, "notice": 0.3}[finding.severity]
-    alternatives = "NCCL uses RDMA here: this touches start-up, storage and data loading only" if is_beside else ""
-    return Cause(finding=finding, kind=kind, weight=weight / 2 if is_beside else weight, alternatives=alternatives)
-
-
-def _from_links(dossier: Dossier) -> list[Cause]:
-    if dossier.links is None:
-        return []
-    from wirespeed.doctor.matrix import find_outliers
-
-    return [Cause(finding=finding, kind="capability", weight=0.85) for finding in find_outliers(dossier.links).findings]
-
-
 def _as_harmless(cause: Cause, exposure: Exposure | None) -> Cause:
     """Where communication hides behind compute, what slows it is worth knowing and not worth mending."""
     if exposure is None or exposure.share >= MINOR_SHARE or cause.kind == "failure":
@@ -109,56 +100,12 @@ def _as_harmless(cause: Cause, exposure: Exposure | None) -> Cause:
     return msgspec.structs.replace(cause, finding=dataclasses.replace(cause.finding, severity="notice"))
 
 
-def _with_gain(cause: Cause, dossier: Dossier) -> Cause:
-    if cause.kind not in ("transport", "capability"):
-        return cause
-    gives = _simulated(cause, dossier) or _bounded(cause, dossier.exposure)
-    return cause if gives is None else msgspec.structs.replace(cause, gives=gives)
-
-
-def _simulated(cause: Cause, dossier: Dossier) -> WhatItGives | None:
-    """The job's own step with the wire faster by what the finding measured."""
-    limit, full = cause.finding.limit_bit_per_s, cause.finding.full_bit_per_s
-    if dossier.workload is None or dossier.fabric is None or not limit or not full or full <= limit:
-        return None
-    from wirespeed.errors import WirespeedError
-    from wirespeed.plan import costs_of
-    from wirespeed.sim.costs import ScaledCosts
-    from wirespeed.sim.training import simulate_step
-    from wirespeed.spec.strategy import Strategy
-
-    try:
-        costs = costs_of(dossier.workload, dossier.fabric)
-        now_s = simulate_step(dossier.workload, Strategy(), costs).step_s
-        step_s = simulate_step(dossier.workload, Strategy(), ScaledCosts(costs=costs, wire=limit / full)).step_s
-    except WirespeedError:
-        return None
-    return WhatItGives(
-        step_s=step_s,
-        now_s=now_s,
-        basis=f"simulated: the wire {full / limit:.3g} times as fast ({format_rate(limit)} -> {format_rate(full)})",
-    )
-
-
-def _bounded(cause: Cause, exposure: Exposure | None) -> WhatItGives | None:
-    if exposure is None or exposure.exposed_s <= 0:
-        return None
-    limit, full = cause.finding.limit_bit_per_s, cause.finding.full_bit_per_s
-    if limit and full and full > limit:
-        saved_s = exposure.exposed_s * (1 - limit / full)
-        basis = f"at most: all of the exposed time shrinks by {full / limit:.3g}"
-    else:
-        saved_s = exposure.exposed_s
-        basis = "a bound: no exposed communication at all"
-    return WhatItGives(step_s=exposure.step_s - saved_s, now_s=exposure.step_s, basis=basis)
-
-
 def _is_network(exposure: Exposure | None, causes: Sequence[Cause]) -> bool | None:
     if any(cause.kind == "failure" for cause in causes):
         first = causes[0]
         return first.finding.path in ("tcp", "rdma") or first.id.startswith(("nic.", "rdma.", "tcp."))
     if exposure is not None:
-        return exposure.share >= MINOR_SHARE
+        return exposure.share >= MINOR_SHARE and not exposure.is_mostly_waiting
     return None
 
 
@@ -178,12 +125,21 @@ def _headline(dossier: Dossier, causes: Sequence[Cause]) -> str:
         word = "a minor part" if exposure.share < LARGE_SHARE else "a large part"
         return (
             f"exposed communication is {word} of the step ({format_percent(exposure.share)}), and nothing in these "
-            "files "
-            "is wrong with the network: send less, or overlap more"
+            "files is wrong with the network: send less, or overlap more"
         )
-    if not dossier.facts.has_job_log and not dossier.facts.measurements and dossier.links is None:
+    if not _holds_anything(dossier):
         return "nothing that this command reads was found in these files"
     return "nothing wrong was found in these files"
+
+
+def _holds_anything(dossier: Dossier) -> bool:
+    held = (dossier.links, dossier.collectives, dossier.fabric, dossier.workload)
+    return (
+        dossier.facts.has_job_log
+        or bool(dossier.facts.measurements or dossier.facts.kernel or dossier.facts.tools or dossier.num_hosts)
+        or bool(dossier.paths)
+        or any(one is not None for one in held)
+    )
 
 
 def _exposure_lines(exposure: Exposure | None) -> tuple[str, ...]:
@@ -191,18 +147,15 @@ def _exposure_lines(exposure: Exposure | None) -> tuple[str, ...]:
         return ()
     share = exposure.share
     word = "not the bottleneck" if share < MINOR_SHARE else "minor" if share < LARGE_SHARE else "worth work"
-    lines = [
-        (
-            f"step {format_duration(exposure.step_s)}, of which {format_duration(exposure.exposed_s)} exposed "
-            "communication "
-            f"({format_percent(share)}: {word}), from {exposure.source}"
-        )
-    ]
-    if exposure.waiting_s is not None and exposure.waiting_s > 0.5 * exposure.exposed_s > 0:
+    first = (
+        f"step {format_duration(exposure.step_s)}, of which {format_duration(exposure.exposed_s)} exposed "
+        f"communication ({format_percent(share)}: {word}), from {exposure.source}"
+    )
+    lines = [first]
+    if exposure.waiting_s is not None and exposure.is_mostly_waiting:
         lines.append(
             f"{format_percent(exposure.waiting_s / exposure.exposed_s)} of that is waiting for ranks that came "
-            "late: look "
-            "at the slowest rank before the network"
+            "late: look at the slowest rank before the network"
         )
     return tuple(lines)
 
@@ -252,7 +205,43 @@ def _capability_lines(dossier: Dossier) -> tuple[str, ...]:
             texts.append(
                 f"links between {len(dossier.links.hosts)} hosts: {format_rate(rates[0])} to {format_rate(rates[-1])}"
             )
+    texts += _collective_lines(dossier.collectives)
+    texts += _trace_lines(dossier.traces)
     return tuple(texts)
+
+
+def _collective_lines(record: CollectivesRecord | None) -> list[str]:
+    """The largest size of each collective of `bench collectives`, as bus bandwidth."""
+    if record is None:
+        return []
+    largest: dict[str, CollectiveSample] = {}
+    for sample in record.samples:
+        known = largest.get(sample.collective)
+        if sample.times_s and (known is None or sample.size_bytes > known.size_bytes):
+            largest[sample.collective] = sample
+    return [
+        f"{name} of {record.num_ranks} ranks: "
+        f"{format_rate(busbw_bit_per_s(s.collective, s.size_bytes, record.num_ranks, median(s.times_s)))} at "
+        f"{format_size(s.size_bytes)} ({record.backend})"
+        for name, s in largest.items()
+        if record.num_ranks > 1
+    ]
+
+
+def _trace_lines(record: TracesRecord | None) -> list[str]:
+    """What the job's own collectives and NICs reached while it ran."""
+    if record is None:
+        return []
+    lines = [
+        f"in the job: {c.collective} of {c.num_ranks} ranks, {format_size(round(c.median_bytes))}: "
+        f"{format_rate(c.busbw_bit_per_s)} (trace)"
+        for c in record.collectives[:3]
+        if c.busbw_bit_per_s is not None and c.median_bytes is not None
+    ]
+    for nic in record.nics[:4]:
+        share = "" if nic.saturation is None else f", {format_percent(nic.saturation)} of its line rate"
+        lines.append(f"{nic.nic} in collectives: sends {format_rate(nic.sent_bit_per_s)}{share} ({nic.source})")
+    return lines
 
 
 def _what_would_help(dossier: Dossier, causes: Sequence[Cause]) -> list[str]:
@@ -262,9 +251,8 @@ def _what_would_help(dossier: Dossier, causes: Sequence[Cause]) -> list[str]:
     has_failure = any(cause.kind == "failure" for cause in causes)
     if dossier.exposure is None and not has_failure:
         notes.append(
-            "whether the network is the bottleneck is not known from these files; hint: add a record of `wirespeed "
-            "tune` "
-            "or `wirespeed profile`"
+            "whether the network is the bottleneck is not known from these files; hint: add a profiler's trace "
+            "(torch.profiler, Nsight Systems), or a record of `wirespeed tune`"
         )
     if dossier.facts.has_job_log and nccl.num_lines and not nccl.vias and not nccl.networks:
         notes.append("NCCL's set-up is not in these files; hint: NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH,ENV")

@@ -1,26 +1,35 @@
-"""All that a user has about one job, sorted: records of wirespeed by kind, fabric files, and everything else as logs.
+"""All that a user has about one job, sorted: traces, records of wirespeed by kind, fabric files; the rest are logs.
 
 Files are told by their content. All of them are taken to be of one job on one cluster; nothing in a log can prove it.
+Where a trace and a record of `tune` both tell the exposed time the trace counts, since it is the job itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from wirespeed.doctor.check import Finding
+from wirespeed.doctor.check import Finding, on_host
+from wirespeed.doctor.hops import PathReport
 from wirespeed.doctor.log_lines import LogFile
 from wirespeed.doctor.log_scan import JobFacts, Scan
-from wirespeed.doctor.reports import HostReport
+from wirespeed.doctor.reports import ClusterReport, Drift, HostReport
+from wirespeed.doctor.retest import FabricReport
 from wirespeed.errors import DataError
 from wirespeed.fabric.files import read_fabric
 from wirespeed.fabric.topology import Fabric
 from wirespeed.records import CollectivesRecord, LinksRecord, read
 from wirespeed.spec.comparison import TuneRecord
+from wirespeed.spec.traces import RankActivity, TracesRecord
 from wirespeed.spec.workload import TrainingWorkload
+
+_SQLITE = b"SQLite format 3\x00"
+_NSYS_REPORTS = (".nsys-rep", ".qdrep")
+_EVENTS = (b'"traceEvents"', b'"deviceProperties"', b'"distributedInfo"')
+"""Of a Kineto trace, near its beginning."""
 
 
 class Exposure(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +45,11 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
         """Exposed over the whole step."""
         return self.exposed_s / self.step_s if self.step_s > 0 else 0.0
 
+    @property
+    def is_mostly_waiting(self) -> bool:
+        """Over half of it is not the network but a rank that came late."""
+        return self.waiting_s is not None and self.exposed_s > 0 and self.waiting_s > 0.5 * self.exposed_s
+
 
 class Dossier(msgspec.Struct, frozen=True, kw_only=True):
     """One job. None and empty where no file says anything of the kind."""
@@ -43,11 +57,17 @@ class Dossier(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[str, ...] = ()
     facts: JobFacts = JobFacts()
     exposure: Exposure | None = None
+    traces: TracesRecord | None = None
     workload: TrainingWorkload | None = None
     fabric: Fabric | None = None
     links: LinksRecord | None = None
     collectives: CollectivesRecord | None = None
     host_findings: tuple[Finding, ...] = ()
+    drift: tuple[Drift, ...] = ()
+    num_hosts: int = 0
+    """Hosts that the checks looked at."""
+    fabric_findings: tuple[Finding, ...] = ()
+    paths: tuple[PathReport, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -59,20 +79,9 @@ class _Head(msgspec.Struct):
     schema: int = 0
 
 
-class _TracedRank(msgspec.Struct):
-    window_s: float
-    exposed_s: float
-    waiting_s: float | None = None
-    step_s: float | None = None
-
-
-class _Traces(msgspec.Struct):
-    ranks: list[_TracedRank]
-
-
-def _kind(file: LogFile) -> str:
+def _kind(file: LogFile, head: bytes) -> str:
     """The kind of a record, or empty. Only the head is read where the file is none."""
-    if file.head().lstrip()[:1] != b"{":
+    if head.lstrip()[:1] != b"{" or b'"kind"' not in head:
         return ""
     try:
         return msgspec.json.decode(Path(file.name).read_bytes(), type=_Head).kind
@@ -80,55 +89,143 @@ def _kind(file: LogFile) -> str:
         return ""
 
 
+def is_trace(name: str, head: bytes) -> bool:
+    """Whether a file is a profiler's trace: Kineto's JSON (plain or gzip), or Nsight Systems' SQLite or report."""
+    if head.startswith(_SQLITE) or name.endswith(_NSYS_REPORTS):
+        return True
+    return head.lstrip()[:1] == b"{" and any(word in head for word in _EVENTS)
+
+
 def read_dossier(paths: Iterable[str | Path]) -> Dossier:
-    """Read every file. Raises DataError where one cannot be read, or is a damaged record."""
-    scan = Scan()
-    held: dict[str, object] = {}
-    findings: list[Finding] = []
-    sources: list[str] = []
-    notes: list[str] = []
+    """Read every file. Raises DataError where one cannot be read, or is a damaged record or trace."""
+    reader = _Reader()
     for path in paths:
-        sources.append(str(path))
-        if str(path).endswith(".toml"):
-            held["fabric"] = read_fabric(path)
-            continue
-        kind = "" if str(path) == "-" else _kind(LogFile(path))
+        reader.read(path)
+    return reader.dossier()
+
+
+class _Reader:
+    """Takes files one by one and sorts them."""
+
+    def __init__(self) -> None:
+        self._scan = Scan()
+        self._held: dict[str, object] = {}
+        self._findings: list[Finding] = []
+        self._hosts: set[str] = set()
+        self._drift: list[Drift] = []
+        self._fabric_findings: list[Finding] = []
+        self._paths: list[PathReport] = []
+        self._traces: list[Path] = []
+        self._sources: list[str] = []
+        self._notes: list[str] = []
+
+    def read(self, path: str | Path) -> None:
+        """One file of any kind."""
+        name = str(path)
+        self._sources.append(name)
+        if name.endswith(".toml"):
+            self._held["fabric"] = read_fabric(path)
+            return
+        head, file = b"", LogFile(path)
+        if name != "-":
+            head = file.head()
+            if is_trace(name, head):
+                self._traces.append(Path(path))
+                return
+        kind = _kind(file, head)
+        if not kind:
+            self._scan.read(path)
+        elif not self._take_record(kind, Path(path)):
+            self._notes.append(f"{path} is a record of kind {kind!r}, which the verdict does not use")
+
+    def _take_record(self, kind: str, path: Path) -> bool:
+        held = self._held
         if kind == "tune":
             record = read(path, TuneRecord)
             held["workload"] = record.workload
             held["exposure"] = exposure_of(record, str(path)) or held.get("exposure")
         elif kind == "traces":
-            held["exposure"] = _traced(Path(path))
+            held["traces"] = read(path, TracesRecord)
+            held["exposure"] = exposure_of_traces(read(path, TracesRecord), str(path)) or held.get("exposure")
         elif kind == "links":
             held["links"] = read(path, LinksRecord)
         elif kind == "collectives":
             held["collectives"] = read(path, CollectivesRecord)
         elif kind == "host_report":
-            findings += read(path, HostReport).findings
+            self._take_hosts([read(path, HostReport)])
+        elif kind == "cluster_report":
+            cluster = read(path, ClusterReport)
+            self._take_hosts(cluster.hosts)
+            self._drift += cluster.drift
+            self._notes += [f"{path}: {failure.host} gave no answer: {failure.why}" for failure in cluster.failures]
+        elif kind == "fabric_report":
+            report = read(path, FabricReport)
+            self._fabric_findings += report.findings
+            self._notes += [f"{path}: cannot tell: {what}" for what in report.cannot_tell]
+        elif kind == "path_report":
+            self._paths.append(read(path, PathReport))
         elif kind == "training_workload":
             from wirespeed.plan.workloads import read_workload
 
             held["workload"] = read_workload(path)
-        elif kind:
-            notes.append(f"{path} is a record of kind {kind!r}, which the verdict does not use")
         else:
-            scan.read(path)
-    facts = scan.facts()
-    return Dossier(
-        sources=tuple(sources),
-        facts=facts,
-        exposure=_typed(held.get("exposure"), Exposure),
-        workload=_typed(held.get("workload"), TrainingWorkload),
-        fabric=_typed(held.get("fabric"), Fabric),
-        links=_typed(held.get("links"), LinksRecord),
-        collectives=_typed(held.get("collectives"), CollectivesRecord),
-        host_findings=tuple(findings),
-        notes=(*notes, *facts.notes),
-    )
+            return False
+        return True
+
+    def _take_hosts(self, reports: Sequence[HostReport]) -> None:
+        for report in reports:
+            self._hosts.add(report.host)
+            self._findings += [on_host(finding, report.host) for finding in report.findings]
+
+    def _analysed(self) -> TracesRecord | None:
+        """All traces together. One that cannot be read is noted, but for the only file there is."""
+        if not self._traces:
+            return None
+        from wirespeed.measure.traces import analyse, read_trace
+
+        timelines: list[Any] = []
+        for path in self._traces:
+            try:
+                timelines += read_trace(path)
+            except DataError as fault:
+                if len(self._sources) == 1:
+                    raise
+                self._notes.append(f"left out: {fault}")
+        return analyse(timelines) if timelines else None
+
+    def dossier(self) -> Dossier:
+        """Everything, sorted. Traces are put together here, since their ranks are compared with each other."""
+        held = self._held
+        record = self._analysed()
+        if record is not None:
+            held["traces"] = record
+            self._notes += record.notes
+            held["exposure"] = exposure_of_traces(record, _named(self._traces)) or held.get("exposure")
+        facts = self._scan.facts()
+        return Dossier(
+            sources=tuple(self._sources),
+            facts=facts,
+            exposure=_typed(held.get("exposure"), Exposure),
+            traces=_typed(held.get("traces"), TracesRecord),
+            workload=_typed(held.get("workload"), TrainingWorkload),
+            fabric=_typed(held.get("fabric"), Fabric),
+            links=_typed(held.get("links"), LinksRecord),
+            collectives=_typed(held.get("collectives"), CollectivesRecord),
+            host_findings=tuple(self._findings),
+            drift=tuple(self._drift),
+            num_hosts=len(self._hosts),
+            fabric_findings=tuple(self._fabric_findings),
+            paths=tuple(self._paths),
+            notes=(*self._notes, *facts.notes),
+        )
 
 
 def _typed(value: object, kind: type[_T]) -> _T | None:
     return value if isinstance(value, kind) else None
+
+
+def _named(paths: Sequence[Path]) -> str:
+    return str(paths[0]) if len(paths) == 1 else f"{len(paths)} traces ({paths[0].name}, ...)"
 
 
 def exposure_of(record: TuneRecord, source: str) -> Exposure | None:
@@ -143,19 +240,23 @@ def exposure_of(record: TuneRecord, source: str) -> Exposure | None:
     )
 
 
-def _traced(path: Path) -> Exposure | None:
-    try:
-        ranks = msgspec.json.decode(path.read_bytes(), type=_Traces).ranks
-    except msgspec.MsgspecError as fault:
-        raise DataError(f"{path} is damaged: {fault}", expected="a record of `wirespeed profile --trace`") from fault
+def exposure_of_traces(record: TracesRecord, source: str) -> Exposure | None:
+    """Of the middle rank by exposed share: neither the late one, which waits for nobody, nor the one that waits most.
+
+    Exposed time is scaled from the traced window to one step. None without a rank that has a window.
+    """
+    ranks = [rank for rank in record.ranks if rank.window_s > 0]
     if not ranks:
         return None
-    # The rank with the least exposed time waits for nobody: what it exposes is the network, the rest waits for ranks.
-    usual = sorted(ranks, key=lambda r: r.exposed_s / r.window_s if r.window_s > 0 else 0.0)[len(ranks) // 2]
-    scale = usual.step_s / usual.window_s if usual.step_s and usual.window_s > 0 else 1.0
+    usual = sorted(ranks, key=lambda rank: rank.exposed_share)[len(ranks) // 2]
+    scale = _step_scale(usual)
     return Exposure(
-        source=str(path),
+        source=source,
         step_s=usual.window_s * scale,
         exposed_s=usual.exposed_s * scale,
-        waiting_s=None if usual.waiting_s is None else usual.waiting_s * scale,
+        waiting_s=None if usual.waiting_s is None else min(usual.waiting_s, usual.exposed_s) * scale,
     )
+
+
+def _step_scale(rank: RankActivity) -> float:
+    return rank.step_s / rank.window_s if rank.step_s is not None and rank.step_s > 0 else 1.0

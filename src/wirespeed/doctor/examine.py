@@ -13,7 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wirespeed.doctor import advice, counters, gpu, host, launch, network, nic, pci, rdma, roce, sockets, tcp
+from wirespeed.doctor import (
+    advice,
+    counters,
+    fabric_manager,
+    gpu,
+    host,
+    launch,
+    network,
+    nic,
+    pci,
+    rank_ports,
+    rdma,
+    roce,
+    sockets,
+    tcp,
+    traffic_class,
+)
 from wirespeed.doctor.check import Check, CheckResult, run_checks
 from wirespeed.doctor.counters import Delta, read_counters
 from wirespeed.doctor.inventory import HostView
@@ -22,8 +38,9 @@ from wirespeed.errors import UsageError
 from wirespeed.system import System
 
 CHECKS: tuple[Check, ...] = (
-    *host.CHECKS, *nic.CHECKS, *pci.CHECKS, *rdma.CHECKS, *roce.CHECKS, *gpu.CHECKS, *launch.CHECKS, *network.CHECKS,
-    *tcp.CHECKS, *advice.CHECKS, sockets.live_connections, *counters.CHECKS,
+    *host.CHECKS, *nic.CHECKS, *pci.CHECKS, *rdma.CHECKS, *roce.CHECKS, *traffic_class.CHECKS, *fabric_manager.CHECKS,
+    *gpu.CHECKS, *launch.CHECKS, *network.CHECKS, *rank_ports.CHECKS, *tcp.CHECKS, *advice.CHECKS, *sockets.CHECKS,
+    *counters.CHECKS,
 )  # fmt: skip
 MAX_DURING_S = 3600.0
 
@@ -38,6 +55,8 @@ class Question:
     rate_bit_per_s: float | None = None
     peers: tuple[str, ...] = ()
     """Addresses of the job's other hosts."""
+    address: str | None = None
+    """The address by which they know this host."""
     only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -67,7 +86,13 @@ def examine(
     """
     question = Question() if question is None else question
     chosen = select(question.only)
-    view = HostView(system, rtt_s=question.rtt_s, rate_bit_per_s=question.rate_bit_per_s, peers=question.peers)
+    view = HostView(
+        system,
+        rtt_s=question.rtt_s,
+        rate_bit_per_s=question.rate_bit_per_s,
+        peers=question.peers,
+        address=question.address,
+    )
     if isinstance(system, RecordedSystem):
         view.delta = _recorded_delta(system)
     elif question.during_s is not None:

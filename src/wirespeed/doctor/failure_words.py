@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from wirespeed.doctor.causes import Kind
 from wirespeed.doctor.check import Path, Severity
 
 
@@ -19,6 +20,8 @@ class FailureText(NamedTuple):
     caution: str = ""
     severity: Severity = "critical"
     is_fatal: bool = True
+    kind: Kind = "failure"
+    """Other than "failure": the line says why a job is slow or at risk, not that it stopped."""
 
 
 WORDS: dict[str, FailureText] = {
@@ -147,6 +150,71 @@ WORDS: dict[str, FailureText] = {
     ),
     "kernel_module_hot": FailureText(
         "nic.hot", "the NIC or its module at {who} is too hot", "airflow, optics", ("mlxlink -d <device> -m",),
+        severity="warning", is_fatal=False,
+    ),
+    "kernel_sxid": FailureText(
+        "gpu.nvswitch", "an NVSwitch failed: {detail}", "drain the host; the fabric manager's log has the link",
+        ("nvidia-smi nvlink -e", "journalctl -u nvidia-fabricmanager"), "gpu", "NVIDIA fabric manager user guide",
+    ),
+    "kernel_module": FailureText(
+        "nic.module", "the cable or optic of {who} was unplugged or refused", "reseat it, then exchange it",
+        ("mlxlink -d <device> -m",), "any", "kernel mlx5: port module events",
+    ),
+    "kernel_slot_power": FailureText(
+        "pci.slot-power", "the PCIe slot gives the NIC at {who} too little power",
+        "another slot, or the card's auxiliary power cable", ("lspci -vvv -s <BDF>",), "any", "leptonai/gpud",
+        severity="warning", is_fatal=False,
+    ),
+    "kernel_lacp": FailureText(
+        "nic.bond-without-partner", "the switch does not answer LACP for {who}: the bond is not one",
+        "configure the switch ports as one 802.3ad group, on the right ports", ("cat /proc/net/bonding/<bond>",), "any",
+        "kernel Documentation/networking/bonding.rst", severity="warning", is_fatal=False,
+    ),
+    "kernel_martian": FailureText(
+        "route.asymmetric", "packets from {who} come in where the route back does not lead: they are dropped",
+        "two interfaces in one subnet, or an asymmetric route: one interface per subnet, or rp_filter 2",
+        ("ip route get <source>", "sysctl net.ipv4.conf.all.rp_filter"), "tcp", "kernel ip-sysctl.rst (log_martians)",
+        severity="warning", is_fatal=False,
+    ),
+    "kernel_tcp_memory": FailureText(
+        "tcp.memory", "TCP ran out of its memory on this host: connections stall",
+        "tcp_mem counts pages: leave it to the kernel, or raise it; look for connections with full queues",
+        ("sysctl net.ipv4.tcp_mem", "ss -s"), "tcp", "kernel ip-sysctl.rst (tcp_mem)", severity="warning",
+        is_fatal=False,
+    ),
+    "kernel_arp_table": FailureText(
+        "host.neighbour-table", "the table of neighbours overflows: hosts of one subnet forget each other",
+        "raise net.ipv4.neigh.default.gc_thresh1 to 3 above the number of hosts",
+        ("sysctl net.ipv4.neigh.default.gc_thresh3",), "tcp", "kernel ip-sysctl.rst (gc_thresh)",
+    ),
+    "kernel_iommu_fault": FailureText(
+        "pci.iommu-fault", "the IOMMU refused a device's access to memory ({who})",
+        "pass-through mode (iommu=pt) on bare metal; driver and firmware of the device",
+        ("dmesg -T | grep -iE 'dmar|amd-vi'",), "any", "NCCL troubleshooting guide",
+    ),
+    "kernel_machine_check": FailureText(
+        "host.hardware-error", "the processor or memory of this host reports errors", "drain the host; memory test",
+        ("ras-mc-ctl --errors", "ipmitool sel list"), "any", "kernel: machine check", severity="warning",
+        is_fatal=False,
+    ),
+    "kernel_host_hang": FailureText(
+        "host.hang", "the kernel of this host hangs ({who}): its ranks do not answer",
+        "look at what the stuck tasks wait for: often storage or a driver", ("echo w > /proc/sysrq-trigger; dmesg",),
+        "any", "kernel: lockup and hung-task watchdogs",
+    ),
+    "kernel_storage": FailureText(
+        "host.storage", "the file server {who} does not answer: reads and checkpoints wait for it",
+        "not the training network: the file server, or the way to it", ("nfsstat -m", "lfs check servers"), "any",
+        "nfs(5); Lustre manual", severity="warning", is_fatal=False,
+    ),
+    "kernel_throttled": FailureText(
+        "host.throttled", "processors of this host are slowed down by heat ({who})", "airflow, dust, heat sink, BIOS",
+        ("sensors", "turbostat --quiet --show Core,Bzy_MHz,CoreTmp"), "any", "kernel: thermal throttling",
+        severity="warning", is_fatal=False,
+    ),
+    "kernel_allocation": FailureText(
+        "host.memory-fragmented", "the kernel finds no large pieces of memory ({who}): drivers fail to get buffers",
+        "more vm.min_free_kbytes; smaller rings", ("cat /proc/buddyinfo",), "any", "kernel: page allocator",
         severity="warning", is_fatal=False,
     ),
 }  # fmt: skip

@@ -22,6 +22,8 @@ _DAY_S = 86400
 @check("host.identity", "kernel and kind of machine")
 def identity(view: HostView) -> Iterator[Outcome]:
     """Facts that should agree between hosts."""
+    if view.system.read_text("/proc/sys/kernel/hostname") is None:
+        yield view.file_unknown("/proc/sys/kernel/hostname", "the host's name")
     kernel = view.system.read_text("/proc/sys/kernel/osrelease")
     if kernel is None:
         yield view.file_unknown("/proc/sys/kernel/osrelease", "the kernel's version")

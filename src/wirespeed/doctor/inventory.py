@@ -30,6 +30,10 @@ _INSTALL_HINTS = {
     "ethtool": "install the package ethtool",
     "ip": "install iproute2",
     "nvidia-smi": "it comes with the NVIDIA driver",
+    "sminfo": "install infiniband-diags",
+    "smpquery": "install infiniband-diags",
+    "mlxlink": "install mstflint or MFT",
+    "lldptool": "install lldpad; else ask the switch's owner",
 }
 
 
@@ -105,7 +109,7 @@ class HostView:
     """One host, seen through ``system``; answers are kept, so each file is read once.
 
     ``rtt_s`` is a measured round trip to the job's other hosts and ``rate_bit_per_s`` the link's rate, where the caller
-    knows them. ``peers`` are addresses of those hosts.
+    knows them. ``peers`` are addresses of those hosts, and ``address`` the one by which they know this host.
     """
 
     def __init__(
@@ -115,11 +119,13 @@ class HostView:
         rtt_s: float | None = None,
         rate_bit_per_s: float | None = None,
         peers: Sequence[str] = (),
+        address: str | None = None,
     ) -> None:
         self.system = WatchedSystem(system)
         self.rtt_s = rtt_s
         self.rate_bit_per_s = rate_bit_per_s
         self.peers = tuple(peers)
+        self.address = address
         self.delta: Delta | None = None
         """Two readings of the counters, where they were watched."""
         self._kept: dict[str, Any] = {}

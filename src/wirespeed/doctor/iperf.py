@@ -26,6 +26,7 @@ class IperfReader:
     def __init__(self, source: str) -> None:
         self._source = source
         self.found: list[Measurement] = []
+        self.progress = 0
         self._streams: set[bytes] = set()
         self._best: tuple[bool, float] | None = None
         self._retransmits: int | None = None
@@ -39,6 +40,7 @@ class IperfReader:
         found = _SUMMARY.search(line)
         if found is None:
             return
+        self.progress += 1
         is_sum = found[1] == b"SUM"
         if not is_sum:
             self._streams.add(found[1])

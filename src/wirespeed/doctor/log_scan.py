@@ -1,18 +1,22 @@
 """One pass over any files a user has: tells what each is, reads it, and gives all facts of the job together.
 
-A text file may hold everything at once (NCCL, torch, tables of benchmarks, kernel messages): every reader sees it. A
-block of it is searched for each reader's trigger words, at memory speed; only lines with one are looked at.
+A text file may hold everything at once (NCCL, torch, tables of benchmarks, kernel messages): every reader sees it. What
+varies in a log is mostly numbers. So lines are told apart without their digits and hexadecimal letters, and a form that
+holds no reader's trigger word is remembered as dull: it is looked at once, however often it comes. Trigger words are
+compared without those letters too, which lets a few lines pass that hold none, and never loses one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import msgspec
 
-from wirespeed.doctor import flight_recorder, iperf, nccl_tests, perftest
+from wirespeed.doctor import flight_recorder, iperf, nccl_tests, perftest, tool_outputs
+from wirespeed.doctor.check import Finding
 from wirespeed.doctor.flight_recorder import Desync, RankTrace, find_desync
 from wirespeed.doctor.kernel_log import HEADS, KernelEvent, KernelReader
 from wirespeed.doctor.kernel_log import TRIGGERS as KERNEL_TRIGGERS
@@ -31,11 +35,59 @@ MAX_LINE_BYTES = 16 * 1024
 """Of a longer line, what is around the trigger is read."""
 FOLLOWING_BYTES = 16 * 1024
 
-TableReader = nccl_tests.NcclTestsReader | perftest.PerftestReader | iperf.IperfReader
-_TABLES: tuple[tuple[tuple[bytes, ...], Callable[[str], TableReader]], ...] = (
-    (nccl_tests.STARTS, nccl_tests.NcclTestsReader),
-    (perftest.STARTS, perftest.PerftestReader),
-    (iperf.STARTS, iperf.IperfReader),
+FOLLOWING_LINES = 200
+MAX_DULL = 20_000
+"""Forms of lines that are remembered."""
+MAX_IDLE_BLOCKS = 32
+"""Blocks of 1 MiB without a row after which a table has ended; the next header opens it again."""
+VARYING = b"0123456789abcdefABCDEF"
+
+
+class TableReader(Protocol):
+    """Takes all lines of a file in which its header was seen. ``progress`` counts the rows it understood."""
+
+    progress: int
+    found: list[Any]
+
+    def take(self, number: int, line: bytes) -> None:
+        """One line of any kind."""
+
+    def close(self) -> None:
+        """The log has ended."""
+
+
+class _Table:
+    """A reader that is at work in a file, and for how many blocks it has read nothing."""
+
+    def __init__(self, reader: TableReader) -> None:
+        self.reader = reader
+        self.num_idle = 0
+        self._progress = 0
+
+    def is_over(self) -> bool:
+        """After a block: whether it has been without a row for long."""
+        self.num_idle = self.num_idle + 1 if self.reader.progress == self._progress else 0
+        self._progress = self.reader.progress
+        return self.num_idle > MAX_IDLE_BLOCKS
+
+
+def _lasting(word: bytes) -> bytes:
+    return word.translate(None, VARYING)
+
+
+_TABLES: tuple[tuple[tuple[bytes, ...], Callable[[str], TableReader]], ...] = tuple(
+    (tuple(map(_lasting, starts)), make)
+    for starts, make in (
+        (nccl_tests.STARTS, nccl_tests.NcclTestsReader),
+        (perftest.STARTS, perftest.PerftestReader),
+        (iperf.STARTS, iperf.IperfReader),
+        (tool_outputs.STARTS, tool_outputs.ToolReader),
+    )
+)
+_WORDS: tuple[bytes, ...] = tuple(
+    dict.fromkeys(
+        [_lasting(word) for word in (*TORCH_TRIGGERS, *KERNEL_TRIGGERS)] + [w for starts, _ in _TABLES for w in starts]
+    )
 )
 
 
@@ -51,18 +103,11 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     desync: Desync | None = None
     kernel: tuple[KernelEvent, ...] = ()
     measurements: tuple[Measurement, ...] = ()
+    tools: tuple[Finding, ...] = ()
+    """What outputs of ibstat, lspci and their like show."""
     notes: tuple[str, ...] = ()
     has_job_log: bool = False
     """Some text file was read that holds lines of NCCL or torch."""
-
-
-class _Rest(NamedTuple):
-    """The lines of a block that no rank of NCCL wrote, one by one and joined, with their numbers."""
-
-    source: str
-    numbers: Sequence[int]
-    lines: Sequence[bytes]
-    data: bytes
 
 
 class Scan:
@@ -74,6 +119,8 @@ class Scan:
         self._kernel = KernelReader()
         self._traces: list[RankTrace] = []
         self._measurements: list[Measurement] = []
+        self._tools: list[Finding] = []
+        self._dull: set[bytes] = set()
         self._notes: list[str] = []
         self._sources: list[str] = []
         self._num_bytes = 0
@@ -112,15 +159,13 @@ class Scan:
         return True
 
     def _read_text(self, file: LogFile) -> None:
-        tables: dict[int, TableReader] = {}
-        is_kernel = False
+        tables: dict[int, _Table] = {}
         was_timed = False
         for block in file.blocks():
             data = block.data
             if not was_timed and data:
                 was_timed = True
                 self._nccl.start(file.name, _first_time_s(data[:HEAD_BYTES]))
-            is_kernel = is_kernel or HEADS.search(data[:HEAD_BYTES]) is not None
             numbers: Sequence[int]
             if b"NCCL " in data:
                 numbers, lines = self._nccl.take_block(block)
@@ -128,45 +173,57 @@ class Scan:
             else:
                 lines = data.split(b"\n")
                 numbers = range(block.first_line, block.first_line + len(lines))
-            rest = _Rest(file.name, numbers, lines, data)
-            self._read_triggered(rest, TORCH_TRIGGERS, self._take_torch)
-            if is_kernel:
-                self._read_triggered(rest, KERNEL_TRIGGERS, self._take_kernel)
-            for index, (starts, make) in enumerate(_TABLES):
-                if index not in tables and any(start in data for start in starts):
-                    tables[index] = make(file.name)
-            if tables:
+            keys = data.translate(None, VARYING).split(b"\n")
+            unknown = set(keys) - self._dull
+            if unknown:
+                telling = self._sort(unknown)
+                self._start_tables(file.name, telling, tables)
+                for index in compress(range(len(keys)), map(telling.__contains__, keys)):
+                    self._take_line(file.name, numbers[index], lines, index)
+            for index, table in list(tables.items()):
                 for number, line in zip(numbers, lines, strict=True):
-                    for reader in tables.values():
-                        reader.take(number, line[:MAX_LINE_BYTES])
-        for reader in tables.values():
-            reader.close()
-            self._measurements += reader.found
+                    table.reader.take(number, line[:MAX_LINE_BYTES])
+                if table.is_over():
+                    self._close(tables.pop(index))
+        for table in tables.values():
+            self._close(table)
 
-    def _read_triggered(
-        self, rest: _Rest, triggers: Sequence[bytes], take: Callable[[str, int, bytes, bytes], None]
-    ) -> None:
-        data = rest.data
-        starts: set[int] = set()
-        for trigger in triggers:
-            at = data.find(trigger)
-            while at >= 0:
-                end = data.find(b"\n", at)
-                starts.add(max(data.rfind(b"\n", 0, at) + 1, at - MAX_LINE_BYTES))
-                at = -1 if end < 0 else data.find(trigger, end)
-        index, counted = 0, 0
-        for start in sorted(starts):
-            index += data.count(b"\n", counted, start)
-            counted = start
-            end = data.find(b"\n", start, start + 2 * MAX_LINE_BYTES)
-            end = min(len(data), start + 2 * MAX_LINE_BYTES) if end < 0 else end
-            take(rest.source, rest.numbers[index], data[start:end], data[end + 1 : end + FOLLOWING_BYTES])
+    def _sort(self, unknown: set[bytes]) -> set[bytes]:
+        """Of forms of lines that are new, those that hold a trigger; the others are remembered as dull."""
+        telling = {key for key in unknown if any(word in key for word in _WORDS)}
+        if len(self._dull) > MAX_DULL:
+            self._dull.clear()
+        if len(unknown) < MAX_DULL:
+            self._dull |= unknown - telling
+        return telling
 
-    def _take_torch(self, source: str, number: int, line: bytes, following: bytes) -> None:
-        self._torch.take(source, number, line, following)
+    def _start_tables(self, source: str, telling: set[bytes], tables: dict[int, _Table]) -> None:
+        for index, (starts, make) in enumerate(_TABLES):
+            if any(start in key for key in telling for start in starts):
+                if index in tables:
+                    tables[index].num_idle = 0
+                else:
+                    tables[index] = _Table(make(source))
 
-    def _take_kernel(self, source: str, number: int, line: bytes, following: bytes) -> None:
-        self._kernel.take(source, number, line)
+    def _take_line(self, source: str, number: int, lines: Sequence[bytes], index: int) -> None:
+        """One line that may say something; of a very long one, what is around its first trigger."""
+        line = lines[index]
+        if len(line) > MAX_LINE_BYTES:
+            found = [at for word in (*TORCH_TRIGGERS, *KERNEL_TRIGGERS) if (at := line.find(word)) >= 0]
+            if not found:
+                return
+            line = line[max(0, min(found) - MAX_LINE_BYTES // 2) :][:MAX_LINE_BYTES]
+        if any(word in line for word in TORCH_TRIGGERS):
+            following = b"\n".join(lines[index + 1 : index + 1 + FOLLOWING_LINES])[:FOLLOWING_BYTES]
+            self._torch.take(source, number, line, following)
+        if any(word in line for word in KERNEL_TRIGGERS) and HEADS.search(line) is not None:
+            self._kernel.take(source, number, line)
+
+    def _close(self, table: _Table) -> None:
+        table.reader.close()
+        found = table.reader.found
+        self._measurements += [one for one in found if isinstance(one, Measurement)]
+        self._tools += [one for one in found if isinstance(one, Finding)]
 
     def facts(self) -> JobFacts:
         """What all files together say."""
@@ -183,6 +240,7 @@ class Scan:
             desync=find_desync(self._traces),
             kernel=tuple(self._kernel.events.values()),
             measurements=tuple(self._measurements),
+            tools=tuple(self._tools),
             notes=tuple(dict.fromkeys([*self._notes, *self._nccl.notes])),
             has_job_log=bool(nccl.num_lines or self._torch.failures or self._torch.timeouts),
         )

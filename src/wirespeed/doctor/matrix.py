@@ -3,7 +3,7 @@
 A host's side is as fast as it was seen to be: the highest of the medians of its classes (partners in its rack, partners
 elsewhere), so a slow partner or a busy uplink does not make it suspect. A link is slow where it is slower than both its
 ends allow. Pairs of one round share uplinks; what racks carry together in a phase tells an uplink's capacity. Values
-are held against the fabric's own upper quartile, so one that is slow everywhere has no outlier: compare with the NIC's
+are held against the fabric's own upper tenth, so one that is slow everywhere has no outlier: compare with the NIC's
 rate, or with earlier runs. With two hosts nothing can be told apart; what else cannot is said in ``cannot_tell``.
 """
 
@@ -25,8 +25,13 @@ MIN_Z = 3.5
 """Robust standard deviations below the median that an outlier must have besides (Iglewicz and Hoaglin)."""
 MIN_DEVIATION = 0.02
 """Floor of the robust deviation: shaped links repeat so well that a loss of 1 % would else be an outlier."""
+SUSPECT = 0.75
+"""Below this share of the median a value is suspect however much the others vary, where it is measured again."""
 UNSTEADY = 0.5
 """A window below half of the transfer's best, in most cells of a host and few of others: its link comes and goes."""
+
+MANY_STALLS, FEW_STALLS = 0.4, 0.15
+"""Shares of a host's cells with a stall, and of all others', that make it one whose link comes and goes."""
 
 Cell = tuple[str, str]
 
@@ -96,8 +101,9 @@ def find_outliers(
     return judge(matrix_of(record, racks, schedule=schedule))
 
 
-def judge(matrix: Matrix) -> MatrixReport:
-    """What stands out in a matrix."""
+def judge(matrix: Matrix, *, is_first_pass: bool = False) -> MatrixReport:
+    """What stands out in a matrix; in a first pass also what may be noise, since it is measured again."""
+    floor = SUSPECT if is_first_pass else 0.0
     rates = matrix.bit_per_s
     if not rates:
         return MatrixReport(
@@ -108,7 +114,7 @@ def judge(matrix: Matrix) -> MatrixReport:
     sending = {host: _side(matrix, share, host, 0) for host in matrix.hosts}
     receiving = {host: _side(matrix, share, host, 1) for host in matrix.hosts}
     unsteady = _unsteady_hosts(matrix)
-    limit = _limit([*sending.values(), *receiving.values()])
+    limit = _limit([*sending.values(), *receiving.values()], floor)
     slow = [h for h in matrix.hosts if h not in unsteady and min(sending[h], receiving[h]) < limit]
     group = _group(slow, share) if not matrix.racks else ()
     findings = [_flapping(matrix, host) for host in unsteady]
@@ -120,7 +126,7 @@ def judge(matrix: Matrix) -> MatrixReport:
     uplinks = _slow_uplinks(matrix, steady, sending, receiving, usual)
     findings += uplinks
     if not uplinks and not group:
-        findings += _slow_links(matrix, share, sending, receiving, unsteady, usual)
+        findings += _slow_links(matrix, share, sending, receiving, unsteady, usual, floor)
     return MatrixReport(
         usual_bit_per_s=usual,
         sending=sending,
@@ -131,20 +137,21 @@ def judge(matrix: Matrix) -> MatrixReport:
 
 
 def _usual(matrix: Matrix) -> float:
-    """What a healthy pair reaches: the upper quartile inside racks, where uplinks play no part, else of all.
+    """What a healthy pair reaches: the upper tenth inside racks, where uplinks play no part, else of all.
 
-    Not the median: three slow hosts of eight slow down more than half of the cells.
+    Not the median: three slow hosts of eight slow down more than half of the cells, and a busy machine slows down any.
     """
     inside = [rate for cell, rate in matrix.bit_per_s.items() if not matrix.is_cross(cell)]
     cells = inside if len(inside) >= 4 else list(matrix.bit_per_s.values())
-    return max(sorted(cells)[int(0.75 * len(cells))], 1.0)
+    return max(sorted(cells)[int(0.9 * len(cells))], 1.0)
 
 
-def _limit(values: Sequence[float]) -> float:
-    """Below this a value is an outlier: by the robust deviation, and by at least 1 - SLOW."""
+def _limit(values: Sequence[float], floor: float = 0.0) -> float:
+    """Below this a value is an outlier: by the robust deviation, and by at least 1 - SLOW; below ``floor`` always."""
     centre = median(values)
     deviation = max(1.4826 * median(abs(value - centre) for value in values), MIN_DEVIATION)
-    return min(SLOW * min(1.0, centre), centre - MIN_Z * deviation) if len(values) > 4 else SLOW
+    unlikely = max(centre - MIN_Z * deviation, floor * centre)
+    return min(SLOW * min(1.0, centre), unlikely) if len(values) > 4 else SLOW
 
 
 def _side(matrix: Matrix, share: Mapping[Cell, float], host: str, end: int) -> float:
@@ -164,7 +171,7 @@ def _unsteady_hosts(matrix: Matrix) -> list[str]:
         rest = [cell for cell in matrix.dips if host not in cell]
         own_share = sum(cell in bad for cell in own) / len(own) if own else 0.0
         rest_share = sum(cell in bad for cell in rest) / len(rest) if rest else 0.0
-        if own_share >= 0.4 and rest_share <= 0.15:
+        if own_share >= MANY_STALLS and rest_share <= max(FEW_STALLS, own_share / 3):
             found.append(host)
     return found
 
@@ -322,6 +329,7 @@ def _slow_links(  # noqa: PLR0917 - one caller
     receiving: Mapping[str, float],
     unsteady: Sequence[str],
     usual: float,
+    floor: float,
 ) -> list[Finding]:
     if len(matrix.hosts) < 3:
         return []
@@ -332,7 +340,7 @@ def _slow_links(  # noqa: PLR0917 - one caller
     }
     if not residual:
         return []
-    limit = _limit(list(residual.values()))
+    limit = _limit(list(residual.values()), floor)
     slow = sorted((cell for cell, value in residual.items() if value < limit), key=lambda cell: residual[cell])
     findings = []
     done: set[Cell] = set()

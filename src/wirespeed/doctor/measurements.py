@@ -10,6 +10,9 @@ from typing import Literal
 
 import msgspec
 
+GOOD_SHARE = 0.8
+"""nccl-tests reaches about 80 % of the link, and a job about 80 % of nccl-tests (stas00/ml-engineering)."""
+
 Tool = Literal["nccl-tests", "perftest", "iperf3"]
 
 

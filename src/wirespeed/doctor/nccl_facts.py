@@ -75,6 +75,8 @@ class NcclFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_trees: int = 0
     interfaces_without_speed: tuple[str, ...] = ()
     providers: tuple[str, ...] = ()
+    port_rates: dict[str, dict[str, float]] = {}
+    """Host to RDMA device to bits per second, as NCCL found its port (since 2.18)."""
     evidence: dict[str, tuple[Evidence, ...]] = {}
 
     @property

@@ -97,6 +97,21 @@ _SHM = re.compile(
     rb"[Ff]ailed to extend (/dev/shm\S*)|[Ee]rror while (?:creating|attaching to) shared memory|"
     rb"(?:shm_open|posix_fallocate|ftruncate)[^:]*: ?(?:No space left|No such file)|No space left on device"
 )
+_OPEN_FILES = re.compile(rb"[Tt]oo many open files")
+_FABRIC_MANAGER = re.compile(rb"system not yet initialized")
+_NVLS = re.compile(rb"NVLS\)? [Mm]ulticast[^:\n]{0,60}: ([^\n.]{1,80})")
+_NO_NETWORK = re.compile(rb"Error ?: network (\S+) not found")
+_NOT_OPEN = re.compile(rb"[Uu]nable to open device (\S+)")
+_P2P_DISABLED = re.compile(rb"P2P is disabled between (connected GPUs \d+ and \d+)")
+_IOMMU = re.compile(rb"Missing \"?iommu=pt\"? from kernel command line")
+_NUMA = re.compile(rb"NUMA auto balancing enabled")
+_DRIVER = re.compile(rb"(driver version is insufficient[^'\n]{0,60})")
+_NO_GPU = re.compile(rb"(no CUDA-capable device is detected)")
+_LOST = re.compile(
+    rb"Call to (?:recv|send)\w* (?:from|to) (\S+?)(?:<\d+>)? failed ?: "
+    rb"(Connection timed out|No route to host|Network is unreachable|Host is unreachable)"
+)
+_EFA_LOST = re.compile(rb"NET/OFI.*?([Uu]nresponsive receiver|Request completed with error[^\n]{0,80})")
 _CUDA = re.compile(rb"Cuda failure (?:\d+ )?'([^']+)'|Failed to CUDA (\w+)")
 _OFI = re.compile(rb"Could not find any optimal provider|Only EFA provider is supported|Unable to find libfabric")
 _ACS = re.compile(rb"ACS is enabled on PCI switch|PCI-E ACS")
@@ -108,7 +123,7 @@ _UNHANDLED = re.compile(rb"[\w./]+\.(?:cc|cu|h):\d+ -> \d")
 
 LIKELY = re.compile(
     rb"fail|Fail|error|Error|closed|refused|truncated|async|HINT|No route|no socket|No socket|no interface|mismatch|"
-    rb"violation|reset by|dead|Duplicate|-> \d"
+    rb"violation|reset by|dead|Duplicate|-> \d|too many|Too many|Unable to open|is disabled between|nresponsive"
 )
 """What an INFO line must hold to be looked at as a failure."""
 
@@ -198,6 +213,10 @@ def _connect(found: re.Match[bytes]) -> FailureWords:
     return FailureWords("connect", True, None, _text(found[1]), "", words)
 
 
+def _lost(found: re.Match[bytes]) -> FailureWords:
+    return FailureWords("tcp_lost", True, None, _text(found[1]), "", f"{_text(found[1])}: {_text(found[2])}")
+
+
 def _connect_call(found: re.Match[bytes]) -> FailureWords:
     return FailureWords("connect", True, detail=_text(found[1]))
 
@@ -222,7 +241,19 @@ _READERS: tuple[tuple[re.Pattern[bytes], Callable[[re.Match[bytes]], FailureWord
     (_TRUNCATED, _named("message_truncated")),
     (_RANK_COUNT, _named("rank_count")),
     (_VERSION_MISMATCH, _named("version_mismatch")),
+    (_OPEN_FILES, _named("open_files")),
     (_SHM, _named("shared_memory")),
+    (_FABRIC_MANAGER, _named("fabric_manager")),
+    (_NVLS, _named("nvls")),
+    (_NO_NETWORK, _named("network_not_found")),
+    (_NOT_OPEN, _named("device_not_open")),
+    (_P2P_DISABLED, _named("p2p_disabled")),
+    (_IOMMU, _named("iommu_warning")),
+    (_NUMA, _named("numa_warning")),
+    (_DRIVER, _named("driver")),
+    (_NO_GPU, _named("no_gpu")),
+    (_EFA_LOST, _named("efa")),
+    (_LOST, _lost),
     (_CUDA, _named("cuda")),
     (_OFI, _named("ofi")),
     (_ACS, _named("acs")),

@@ -14,6 +14,10 @@ VERSION = re.compile(rb"(?:NCCL )?version (\d+\.\d+(?:\.\d+)?)(?:\+cuda([\w.]+))
 BOOTSTRAP = re.compile(rb"Bootstrap ?: Using (?:\[\d+\])?([\w.\-]+):([0-9a-fA-F:.%\w]+?)(?:<\d+>|\s|$)")
 IB_USING = re.compile(rb"NET/(IB\w*) ?: Using (.*?)\s*(?:;\s*OOB ([\w.\-]+):|$)")
 HCA = re.compile(rb"\[(\d{1,18})\]([\w.\-]+):(\d{1,18})(?::(-?\d*)(?::(-?\d{1,18}))?)?/(IB|RoCE)")
+PORT_SPEED = re.compile(
+    rb"NET/IB\w* ?: \[(\d{1,18})\] ([\w.\-+]+):[^\s:]*:(\d{1,18})/(IB|RoCE) (?:provider=\S+ )?speed=(\d{1,9})\b"
+)
+"""Since 2.18, in the NET subsystem; the speed is in Mbit/s."""
 SOCKET_USING = re.compile(rb"NET/(?:Fast)?Socket ?: Using (.*)")
 INTERFACE = re.compile(rb"\[\d+\]([\w.\-]+):([0-9a-fA-F:.%\w]+?)<\d+>")
 NETWORK = re.compile(rb"Using network ([A-Za-z][\w ]*?)(?:\s*$|\s+\(|(?=[\w.\-]+:\d+:\d+))")

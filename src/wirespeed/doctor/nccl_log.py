@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress, repeat
+from operator import itemgetter, not_
 
 import msgspec
 
 from wirespeed.doctor import nccl_formats as formats
 from wirespeed.doctor.log_lines import Block, shown
-from wirespeed.doctor.log_prefix import Process, find_process, find_rank, find_time_s
+from wirespeed.doctor.log_prefix import Process, find_process, find_rank, find_time_s, plain_process
 from wirespeed.doctor.nccl_facts import NcclFacts, ViaCount
 from wirespeed.doctor.nccl_failures import LIKELY, Failure, parse_failure
 from wirespeed.doctor.nccl_setup import Place, SetupReader
@@ -34,6 +36,10 @@ _INFO_MARK = b"NCCL INFO "
 _NUMBER = re.compile(rb"(?:Channel|Ring) (\d{1,6})")
 _INFO, _WARN, _VERSION = b"INFO ", b"WARN ", b"version "
 _CHANNELS = frozenset((b"Chan", b"Ring"))
+_CHANNEL_MARKS = (b"NCCL INFO Channel ", b"NCCL INFO Ring ")
+SAMPLED = 7
+"""Of known paths every so many line gives its channel number; odd, so that no cycle of channels hides one."""
+_VIA = b" via "
 _COLLECTIVES = frozenset((b"AllR", b"AllG", b"Redu", b"Broa", b"Send", b"Recv", b"Allt", b"AllT", b"Gath", b"Scat"))
 _UNKNOWN = Process("", 0, None)
 
@@ -65,54 +71,95 @@ class NcclReader:
         self._numbers: set[bytes] = set()
         self._start_s: dict[str, float] = {}
 
-    def take_block(self, block: Block) -> tuple[Sequence[int], Sequence[bytes]]:  # noqa: PLR0912 - the dense path
+    def take_block(self, block: Block) -> tuple[Sequence[int], Sequence[bytes]]:
         """All lines of a block. Gives the numbers and texts of those that no rank wrote at INFO: other readers' lines.
 
-        The dense path: a log of many ranks is mostly channel lines, a million of each kind, so what is known already is
-        counted here without a call. Everything else goes to ``take``.
+        The dense path: a log of many ranks is mostly channel lines, a million of each kind. They are cut and counted by
+        process and path in a few calls for the whole block; what is not known yet, and everything else, goes to
+        ``take``.
         """
-        number, last_channel, num_fast = block.first_line - 1, 0, 0
-        by_head, numbers = self._by_head, self._numbers
+        lines = block.data.split(b"\n")
+        word = next((one for one in _CHANNEL_MARKS if one in block.data), None)
+        numbers: Sequence[int] = range(block.first_line, block.first_line + len(lines))
+        if word is not None:
+            marks = list(map(bytes.find, lines, repeat(word)))
+            is_channel = [mark >= 0 for mark in marks]
+            self._count_channels(block, lines, marks, is_channel)
+            last = len(lines) - 1 - is_channel[::-1].index(True)
+            self._setup.setup_end[block.source] = block.first_line + last
+            is_other = list(map(not_, is_channel))
+            numbers, lines = list(compress(numbers, is_other)), list(compress(lines, is_other))
+        by_head, num_known = self._by_head, 0
         other_numbers: list[int] = []
         others: list[bytes] = []
-        for line in block.data.split(b"\n"):
-            number += 1
+        for number, line in zip(numbers, lines, strict=True):
             head, mark, message = line.partition(_INFO_MARK)
             if mark:
                 known = by_head.get(head)
-                if known is None:
-                    known = self._known(head)
-                key = message[:4]
-                if key in _CHANNELS:
-                    channel, arrow, via = message.partition(b" via ")
-                    count = known.vias.get(via) if arrow else None
-                    if count is not None:
-                        known.vias[via] = count + 1
-                        if count < MANY_CHANNEL_LINES:
-                            numbers.add(channel[:11])
-                        last_channel = number
-                        num_fast += 1
-                        continue
-                elif key in _COLLECTIVES:
-                    if b"Algo " not in message:
-                        num_fast += 1
-                        continue
-                elif message in known.seen:
-                    num_fast += 1
+                if (known is not None and message in known.seen) or (
+                    message[:4] in _COLLECTIVES and b"Algo " not in message and _MARK not in message
+                ):
+                    num_known += 1
                     continue
             else:
                 other_numbers.append(number)
                 others.append(line)
                 if _MARK not in line:
                     continue
-            if len(line) > MAX_LINE_BYTES:
-                at = line.find(_MARK)
-                line = line[max(0, at - 512) : at + MAX_LINE_BYTES]  # noqa: PLW2901 - the part of it that matters
-            self.take(Place(block.source, number, line))
-        self._num_lines += num_fast
-        if last_channel:
-            self._setup.setup_end[block.source] = last_channel
+            self._take_whole(block.source, number, line)
+        self._num_lines += num_known
         return other_numbers, others
+
+    def _count_channels(
+        self, block: Block, lines: Sequence[bytes], marks: Sequence[int], is_channel: Sequence[bool]
+    ) -> None:
+        """Count channel lines by process and path; of what is not known yet the first line is read in full.
+
+        No tuple outlives its line: kept by the thousand, they would wake the garbage collector, which costs half.
+        """
+        held = list(compress(lines, is_channel))
+        starts = list(compress(marks, is_channel))
+        whose = [line[:mark] for line, mark in zip(held, starts, strict=True)]
+        if len(set(whose)) > len(whose) // 4:  # each has its own time: the process stands in the last two words
+            whose = [head if _MARK in head else b" ".join(head.rsplit(None, 2)[-2:]) for head in whose]
+        vias = list(map(itemgetter(2), map(bytes.partition, held, repeat(_VIA))))
+        unknown: dict[tuple[bytes, bytes], int] = {}
+        is_counted = True
+        for (head, via), number in Counter(zip(whose, vias, strict=True)).items():
+            known = self._by_head.get(head)
+            if known is None:
+                known = self._known(head)
+            before = known.vias.get(via)
+            if before is None or _MARK in head:
+                unknown[head, via] = number
+            else:
+                known.vias[via] = before + number
+                self._num_lines += number
+                is_counted = is_counted and before >= MANY_CHANNEL_LINES
+        is_new = any(via for _, via in unknown)  # a line without a path is one of order
+        if is_new or not is_counted:
+            stride, skip = 1 if is_new else SAMPLED, len(_INFO_MARK)
+            self._numbers.update(
+                line[mark + skip : mark + skip + 11]
+                for line, mark in zip(held[::stride], starts[::stride], strict=True)
+            )
+        if unknown:
+            places = compress(range(block.first_line, block.first_line + len(lines)), is_channel)
+            for number, line, head, via in zip(places, held, whose, vias, strict=True):
+                key = (head, via)
+                if key in unknown:
+                    self._take_whole(block.source, number, line)
+                    vias_of = self._known(head).vias
+                    if via in vias_of and _MARK not in head:  # it is a channel: the others of its kind are counted
+                        count_left = unknown.pop(key) - 1
+                        vias_of[via] += count_left
+                        self._num_lines += count_left
+
+    def _take_whole(self, source: str, number: int, line: bytes) -> None:
+        if len(line) > MAX_LINE_BYTES:
+            at = line.find(_MARK)
+            line = line[max(0, at - 512) : at + MAX_LINE_BYTES]
+        self.take(Place(source, number, line))
 
     def take(self, place: Place) -> None:
         """One line that holds ``NCCL ``; several ranks may have written into it."""
@@ -151,7 +198,12 @@ class NcclReader:
 
     def _known(self, head: bytes) -> _HostLines:
         """What is known of the host that a head names; heads without a time come again and are remembered."""
-        known = self._of_host(self._process(head).host)
+        process = plain_process(head)
+        if process is None:
+            process = self._process(head)
+        elif len(self._processes) < MAX_SEEN:
+            self._processes.add(process)
+        known = self._of_host(process.host)
         if len(head) < MAX_HEAD_BYTES:
             if len(self._by_head) >= MAX_SEEN:
                 self._by_head.clear()

@@ -58,6 +58,7 @@ class SetupReader:
         self._trees: dict[Process, str] = {}
         self._no_speed: set[str] = set()
         self._providers: set[str] = set()
+        self._port_rates: dict[str, dict[str, float]] = defaultdict(dict)
         self._handlers = self._make_handlers()
 
     def take(self, process: Process, message: bytes, place: Place) -> bool:
@@ -130,6 +131,11 @@ class SetupReader:
                 reason=(reason or b"").decode(errors="replace"),
             )
             self.first("gdr hca " + enabled.decode(errors="replace"), place)
+        elif (found := formats.PORT_SPEED.search(message)) is not None:
+            ports = self._port_rates[process.host] if len(self._port_rates) < MAX_PROCESSES else {}
+            if len(ports) < 64:
+                ports[found[2].decode(errors="replace")] = int(found[5]) * 1e6
+            self.first(f"port speed {process.host} {found[2].decode(errors='replace')}", place)
         elif (found := formats.EFA.search(message)) is not None:
             self._providers.add(found[1].decode(errors="replace"))
         else:
@@ -288,5 +294,6 @@ class SetupReader:
             "num_trees": len(self._trees),
             "interfaces_without_speed": tuple(sorted(self._no_speed)),
             "providers": tuple(sorted(self._providers)),
+            "port_rates": {host: dict(ports) for host, ports in self._port_rates.items()},
             "evidence": {kind: tuple(held) for kind, held in self._evidence.items()},
         }

@@ -55,6 +55,7 @@ class NcclTestsReader:
     def __init__(self, source: str) -> None:
         self._source = source
         self.found: list[Measurement] = []
+        self.progress = 0
         self._reset(0)
 
     def _reset(self, number: int) -> None:
@@ -78,6 +79,7 @@ class NcclTestsReader:
             self.close()
             self._reset(number)
         elif (found := _RANK.search(line)) is not None:
+            self.progress += 1
             if len(self._ranks) < 1_000_000:
                 self._ranks.add((int(found[2] or 0), int(found[1])))
             self._hosts.setdefault(found[4].decode(errors="replace"))
@@ -90,6 +92,7 @@ class NcclTestsReader:
             self._reset(number)
 
     def _take_row(self, number: int, found: re.Match[bytes]) -> None:
+        self.progress += 1
         if not self._line:
             self._line = number
         size = int(found[1])
@@ -141,8 +144,15 @@ class _Side(msgspec.Struct):
     nwrong: int | str | None = None
 
 
+class _Iterations(msgspec.Struct):
+    avg: float | str | None = None
+    max: float | str | None = None
+    cv_pct: float | str | None = None
+
+
 class _Result(msgspec.Struct):
     size: int | str
+    out_of_place_per_iter: _Iterations | None = None
     out_of_place: _Side | None = None
     in_place: _Side | None = None
 
@@ -174,7 +184,9 @@ def read_document(content: bytes, source: str) -> Measurement:
         raise DataError(f"{source} is not nccl-tests JSON: {fault}", expected="version 3 of its format") from fault
     points = []
     num_wrong = 0
+    notes = [str(error)[:200] for error in held.errors[:10]]
     for result in held.results[:MAX_ROWS]:
+        notes += _unsteady(result)
         for side in (result.out_of_place, result.in_place):
             if side is None:
                 continue
@@ -190,8 +202,29 @@ def read_document(content: bytes, source: str) -> Measurement:
         tool="nccl-tests", test=NAMES.get(command, command or "collective"), where=source, points=tuple(points),
         hosts=tuple(dict.fromkeys(d.hostname for d in held.devices if d.hostname)),
         num_ranks=len(held.devices) or None, is_correct=okay and num_wrong == 0, uses_gpu=True,
-        notes=tuple(str(error)[:200] for error in held.errors[:10]),
+        notes=tuple(notes[:20]),
     )  # fmt: skip
+
+
+UNSTEADY = "iterations vary"
+"""How a note of unsteady iterations begins."""
+MAX_VARIATION_PERCENT = 5.0
+MAX_SPIKE = 1.5
+MIN_STEADY_BYTES = 1024 * 1024
+
+
+def _unsteady(result: _Result) -> list[str]:
+    """Iterations of one size that differ much (tools/analyze_perf_json.py: variation above 5 %, spikes above 1.5)."""
+    held = result.out_of_place_per_iter
+    if held is None or int(result.size) < MIN_STEADY_BYTES:
+        return []
+    variation, highest, mean = _number(held.cv_pct), _number(held.max), _number(held.avg)
+    spike = highest / mean if highest is not None and mean else 0.0
+    if (variation or 0.0) <= MAX_VARIATION_PERCENT and spike <= MAX_SPIKE:
+        return []
+    return [
+        f"{UNSTEADY} at {int(result.size)} bytes: by {variation or 0.0:.3g} %, the slowest {spike:.3g} times the mean"
+    ]
 
 
 def _number(value: float | str | None) -> float | None:

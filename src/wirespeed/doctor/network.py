@@ -112,6 +112,7 @@ def peers(view: HostView) -> Iterator[Outcome]:
         if name == "lo":
             continue
         by_interface[name].append(peer)
+        yield from _asymmetric(view, peer, route)
         home = next((net for net in nets if ipaddress.ip_address(peer) in net), None)
         if gateway is not None and home is not None:
             yield Finding(
@@ -143,6 +144,34 @@ def peers(view: HostView) -> Iterator[Outcome]:
                     remedy=Remedy(text="one network for the whole job: check names in DNS or /etc/hosts, and routes"),
                     source="ip-route(8)",
                 )
+
+
+def _asymmetric(view: HostView, peer: str, route: dict[str, Any]) -> Iterator[Outcome]:
+    """Peers reach this host by ``view.address``; packets to them carry the route's own source address."""
+    source = route.get("prefsrc")
+    if view.address is None or not isinstance(source, str) or source == view.address:
+        return
+    if ipaddress.ip_address(view.address).is_loopback:
+        return  # the caller is this host itself, and its name resolves to a loopback address
+    yield Finding(
+        id="route.asymmetric",
+        subject=peer,
+        severity="warning",
+        title=f"{peer} reaches this host at {view.address}, but packets to it leave by "
+        f"{route.get('dev', 'another way')} with source {source}: the ways there and back differ.",
+        evidence=(
+            Evidence(
+                where=f"`ip route get {peer}`",
+                seen=f"dev {route.get('dev', 'unknown')} src {source}",
+                expected=f"src {view.address}",
+            ),
+        ),
+        remedy=Remedy(
+            text="one network for the job in both directions: names in DNS or /etc/hosts, routes, NCCL_SOCKET_IFNAME; "
+            "strict reverse path filters drop such packets"
+        ),
+        source="RFC 3704; ip-route(8)",
+    )
 
 
 def _first(text: str) -> dict[str, Any]:
@@ -229,7 +258,7 @@ def open_ports(view: HostView) -> Iterator[Outcome]:
         for line in (text or "").splitlines()[1:]:
             match = _SOCKET.match(line)
             if match is not None:
-                seen[int(match[2], 16)].add(_address(match[1]))
+                seen[int(match[2], 16)].add(address_of(match[1]))
     if not is_known:
         yield view.file_unknown("/proc/net/tcp", "open ports")
         return
@@ -258,8 +287,8 @@ def open_ports(view: HostView) -> Iterator[Outcome]:
             )
 
 
-def _address(digits: str) -> str:
-    """An address as the kernel prints it: words of four bytes, each in the processor's order."""
+def address_of(digits: str) -> str:
+    """An address as the kernel prints it in /proc/net: words of four bytes, each in the processor's order."""
     words = [bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)]
     return str(ipaddress.ip_address(b"".join(words)))
 

@@ -23,9 +23,11 @@ MARK = "wirespeed-examination "
 MIN_PYTHON = (3, 9)
 MODULES = (
     "__init__", "errors", "system", "units", "doctor.__init__", "doctor.advice", "doctor.check",
-    "doctor.counter_rules", "doctor.counters", "doctor.cpu_lists", "doctor.examine", "doctor.gpu", "doctor.host",
+    "doctor.counter_rules", "doctor.counters", "doctor.cpu_lists", "doctor.examine", "doctor.fabric_manager",
+    "doctor.gpu", "doctor.host",
     "doctor.inventory", "doctor.launch", "doctor.launch_rules", "doctor.network", "doctor.nic", "doctor.packed",
-    "doctor.pci", "doctor.rdma", "doctor.recorded", "doctor.roce", "doctor.sockets", "doctor.tcp", "doctor.watched",
+    "doctor.pci", "doctor.rank_ports", "doctor.rdma", "doctor.recorded", "doctor.roce", "doctor.sockets", "doctor.tcp",
+    "doctor.traffic_class", "doctor.watched",
 )  # fmt: skip
 _MAIN = """\
 import sys

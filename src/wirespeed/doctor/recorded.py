@@ -23,7 +23,7 @@ def _empty() -> dict[str, Any]:
     return {
         "kind": KIND, "schema": SCHEMA, "about": "", "files": {}, "problems": {}, "binaries": {}, "folders": {},
         "links": {}, "exists": {}, "commands": {}, "environ": {}, "process_environs": {}, "tcp_diagnostics": {},
-        "watched": {},
+        "watched": {}, "sockets": {},
     }  # fmt: skip
 
 
@@ -86,6 +86,13 @@ class Recorder(System):
         if held:
             self.held["process_environs"][str(pid)] = dict(held)
         return held
+
+    def process_sockets(self, pid: int) -> frozenset[int] | None:
+        """As System, and noted."""
+        found = super().process_sockets(pid)
+        if found is not None:
+            self.held["sockets"][str(pid)] = sorted(found)
+        return found
 
     def tcp_diagnostics(self, family: int) -> bytes | None:
         """As System, remembered."""
@@ -196,6 +203,11 @@ class RecordedSystem(System):
         """The recorded variables of a process."""
         held = self._held["process_environs"].get(str(pid))
         return None if held is None else dict(held)
+
+    def process_sockets(self, pid: int) -> frozenset[int] | None:
+        """As recorded; None where it was not, as for another user's process."""
+        held = self._held["sockets"].get(str(pid))
+        return None if held is None else frozenset(held)
 
     def tcp_diagnostics(self, family: int) -> bytes | None:
         """The recorded answer."""

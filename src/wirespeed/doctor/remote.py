@@ -80,7 +80,8 @@ def examine_hosts(
 
     def ask(host: str) -> Examination | HostFailure:
         peers = tuple(address for name, address in resolved.items() if name != host)[:MAX_PEERS]
-        text = script(argument(replace(question, peers=peers)), use_sudo=use_sudo)
+        asked = replace(question, peers=peers, address=resolved.get(host))
+        text = script(argument(asked), use_sudo=use_sudo)
         try:
             done = system.run(
                 ssh_command(host, ssh, text), timeout_s=timeout_s + (question.during_s or 0.0), stdin=packed

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
+import msgspec
+
 from wirespeed.doctor.check import Evidence, Finding
-from wirespeed.doctor.matrix import SLOW, Matrix, MatrixReport, judge, matrix_of
+from wirespeed.doctor.matrix import SLOW, UNSTEADY, Cell, Matrix, MatrixReport, judge, matrix_of
 from wirespeed.launch import Ranks
 from wirespeed.measure.links import Schedule, measure_links, rounds
 from wirespeed.measure.messages import SocketOptions
@@ -23,9 +26,13 @@ MAX_EXACT_HOSTS = 32
 NUM_MATCHINGS = 15
 """Random matchings beyond that many hosts: each host meets 15 others (Imbue's p2p_ib_test.py takes as many)."""
 PARTNERS = 2
-MAX_RETESTS = 24
-REPEATS = 3
-"""The best of as many counts: a slow path is never fast, a busy machine is not always slow."""
+MAX_TOGETHER = 4
+MAX_SUSPECTS = 8
+MAX_RETESTS = 10
+NUM_PINGS = 20
+"""Round trips are only needed to know how long slow start takes."""
+PASSES = (2, 3)
+"""Repeats of what is suspect after the first measurement, and of what still is after that: few suspects, more care."""
 
 
 class FabricReport(Record, frozen=True, kw_only=True, tag="fabric_report"):
@@ -54,60 +61,125 @@ def schedule_of(num_hosts: int, *, seed: int = 0) -> Schedule:
     return table
 
 
-def suspects(report: MatrixReport, matrix: Matrix) -> Schedule:
-    """The pairs to measure alone, one per round: a suspect host with known-good partners, a suspect path itself."""
+def suspects(report: MatrixReport, matrix: Matrix, *, repeats: int = PASSES[0]) -> Schedule:
+    """The rounds of another pass, each several times.
+
+    A suspect host with known-good partners and a suspect path: each pair alone. The hosts of a suspect rack: together,
+    as they were when it stood out.
+    """
     index = {host: number for number, host in enumerate(matrix.hosts)}
     bad = {finding.subject for finding in report.findings}
-    good = sorted(
-        (h for h in matrix.hosts if h not in bad),
-        key=lambda h: -min(report.sending.get(h, 0.0), report.receiving.get(h, 0.0)),
-    )
-    pairs: dict[tuple[int, int], None] = {}
-    for finding in report.findings:
-        for one, other in _pairs_of(finding, matrix, good):
-            a, b = index[one], index[other]
-            pairs[min(a, b), max(a, b)] = None
-    return [[pair] for pair in list(pairs)[:MAX_RETESTS]] * REPEATS
+    chosen = worst_first(report.findings)[:MAX_SUSPECTS]
+    racks = [_together(finding, matrix, report) for finding in chosen if finding.id == "link.slow-uplink"]
+    taken = {frozenset(pair) for pairs in racks for pair in pairs}
+    good = [host for host in _best_first(report, matrix) if host not in bad]
+    table: dict[tuple[tuple[int, int], ...], None] = {}
+    for finding in chosen:
+        for pairs in _rounds_of(finding, matrix, report, good, taken):
+            # All hosts of a rack send at the same time, and then all receive: the first of each pair is the rack's.
+            numbers = tuple((index[a], index[b]) for a, b in pairs)
+            table[numbers if len(numbers) > 1 else tuple((min(pair), max(pair)) for pair in numbers)] = None
+    return [list(pairs) for pairs in list(table)[:MAX_RETESTS]] * repeats
 
 
-def _pairs_of(finding: Finding, matrix: Matrix, good: Sequence[str]) -> list[tuple[str, str]]:
+def worst_first(findings: Sequence[Finding]) -> list[Finding]:
+    """Links that come and go, then by how little of the usual rate is left."""
+
+    def level(finding: Finding) -> float:
+        limit, full = finding.limit_bit_per_s, finding.full_bit_per_s
+        return limit / full if limit is not None and full else 0.0
+
+    return sorted(findings, key=level)
+
+
+def _best_first(report: MatrixReport, matrix: Matrix) -> list[str]:
+    return sorted(
+        matrix.hosts, key=lambda h: -min(report.sending.get(h, 0.0), report.receiving.get(h, 0.0))
+    )  # fmt: skip
+
+
+def _rounds_of(
+    finding: Finding, matrix: Matrix, report: MatrixReport, good: Sequence[str], taken: set[frozenset[str]]
+) -> list[list[tuple[str, str]]]:
     if finding.id == "link.slow-path":
         one, _, other = finding.subject.split(" ")
-        return [(one, other)]
+        return [[(one, other)]]
     if finding.id == "link.slow-uplink":
-        cells = [tuple(evidence.where.split(" -> ")) for evidence in finding.evidence[:1]]
-        return [(cell[0], cell[1]) for cell in cells]
-    # Partners of the same rack where there are any: an uplink must not stand between.
+        pairs = _together(finding, matrix, report)
+        return [pairs] if pairs else []
+    # Partners of the same rack where there are any: an uplink must not stand between. A pair that is measured with its
+    # rack is not measured alone too, or one could not tell the counts apart.
     rack = matrix.racks.get(finding.subject)
-    near = [h for h in good if h != finding.subject and matrix.racks.get(h) == rack]
-    far = [h for h in good if h != finding.subject and h not in near]
-    return [(finding.subject, partner) for partner in (*near, *far)[:PARTNERS]]
+    free = [h for h in good if h != finding.subject and frozenset((h, finding.subject)) not in taken]
+    near = [h for h in free if matrix.racks.get(h) == rack]
+    far = [h for h in free if h not in near]
+    return [[(finding.subject, partner)] for partner in (*near, *far)[:PARTNERS]]
 
 
-def confirm(report: MatrixReport, again: LinksRecord) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """The findings that hold when measured alone, and what was dropped with the reason."""
-    rates: dict[tuple[str, str], float] = {}
-    dips: dict[tuple[str, str], float] = {}
-    for sample in again.samples:
-        if sample.bit_per_s and not sample.is_bidirectional:
-            cell = (sample.source, sample.target)
-            rates[cell] = max(rates.get(cell, 0.0), median(sample.bit_per_s) / report.usual_bit_per_s)
-            dips[cell] = max(dips.get(cell, 0.0), min(sample.bit_per_s) / max(1.0, *sample.bit_per_s))
+def _inside(finding: Finding, matrix: Matrix) -> list[str]:
+    """The hosts of a suspect rack; where racks are not known the subject lists them."""
+    first = finding.subject.split(" or ")[0]
+    inside = [h for h in matrix.hosts if matrix.racks.get(h) == first]
+    return inside or [h for h in finding.subject.split(", ") if h in matrix.hosts]
+
+
+def _together(finding: Finding, matrix: Matrix, report: MatrixReport) -> list[tuple[str, str]]:
+    """Hosts of the suspect rack (or group), each with a good host elsewhere, of different racks as far as there are."""
+    inside = _inside(finding, matrix)[:MAX_TOGETHER]
+    outside = [h for h in _best_first(report, matrix) if h not in _inside(finding, matrix)]
+    taken: list[str] = []
+    for _ in inside:
+        left = [h for h in outside if h not in taken]
+        used = [matrix.racks.get(h) for h in taken]
+        taken += sorted(left, key=lambda h: used.count(matrix.racks.get(h)))[:1]
+    return list(zip(inside, taken, strict=False))
+
+
+class _Again:
+    """What the second pass measured: per direction the rates over the usual one, in the order of the repeats."""
+
+    def __init__(self, record: LinksRecord, usual: float) -> None:
+        self.shares: dict[Cell, list[float]] = defaultdict(list)
+        self.dips: dict[Cell, float] = {}
+        for sample in record.samples:
+            if sample.bit_per_s and not sample.is_bidirectional:
+                cell = (sample.source, sample.target)
+                self.shares[cell].append(median(sample.bit_per_s) / usual)
+                self.dips[cell] = min(self.dips.get(cell, 1.0), min(sample.bit_per_s) / max(1.0, *sample.bit_per_s))
+
+    def best(self, cell: Cell) -> float:
+        """The best of the repeats: a slow path is never fast, a busy machine is not always slow."""
+        return max(self.shares[cell])
+
+
+def confirm(
+    report: MatrixReport, again: LinksRecord, matrix: Matrix | None = None
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """The findings that hold when measured again, and what was dropped with the reason."""
+    held = _Again(again, report.usual_bit_per_s)
     kept: list[Finding] = []
     dropped: list[str] = []
     for finding in report.findings:
-        verdict = _again(finding, rates, dips, report.usual_bit_per_s)
-        if verdict is None:
-            dropped.append(f"{finding.title}: fine when measured again alone")
+        if finding.id == "link.slow-uplink" and matrix is not None:
+            verdict = _uplink_again(finding, held, report, matrix)
+            why = "the rack carried all of it when measured again"
         else:
-            kept.append(dataclasses.replace(_one_way(finding, rates), evidence=(*finding.evidence, *verdict)))
+            verdict = _again(finding, held, report)
+            why = "fine when measured again alone"
+            if verdict == ():
+                verdict, why = None, f"not measured again, as there were more than {MAX_SUSPECTS} suspects"
+        if verdict is None:
+            dropped.append(f"{finding.title}: {why}")
+        else:
+            kept.append(dataclasses.replace(_one_way(finding, held, report), evidence=(*finding.evidence, *verdict)))
     return tuple(kept), tuple(dropped)
 
 
-def _one_way(finding: Finding, rates: Mapping[tuple[str, str], float]) -> Finding:
+def _one_way(finding: Finding, held: _Again, report: MatrixReport) -> Finding:
     """A path that was slow both ways and is so in one only when measured again."""
     one, way, other = finding.subject.split(" ") if " <-> " in finding.subject else ("", "", "")
-    slow = [(s, t) for s, t in ((one, other), (other, one)) if rates.get((s, t), 0.0) < SLOW]
+    ways = [(s, t) for s, t in ((one, other), (other, one)) if held.shares.get((s, t))]
+    slow = [(s, t) for s, t in ways if held.best((s, t)) < SLOW * _possible(report, s, t)]
     if way != "<->" or len(slow) != 1:
         return finding
     source, target = slow[0]
@@ -115,32 +187,75 @@ def _one_way(finding: Finding, rates: Mapping[tuple[str, str], float]) -> Findin
     return dataclasses.replace(finding, subject=f"{source} -> {target}", title=title)
 
 
-def _again(
-    finding: Finding, rates: Mapping[tuple[str, str], float], dips: Mapping[tuple[str, str], float], usual: float
-) -> tuple[Evidence, ...] | None:
-    """Evidence of the second measurement; None where it speaks against the finding. Nothing measured is no verdict."""
+def _again(finding: Finding, held: _Again, report: MatrixReport) -> tuple[Evidence, ...] | None:
+    """Evidence of the second measurement, empty where there was none; None where it speaks against the finding."""
     if finding.id == "link.slow-path":
         one, way, other = finding.subject.split(" ")
         cells = [(one, other), (other, one)] if way == "<->" else [(one, other)]
-    elif finding.id == "link.slow-uplink":
-        cells = [tuple(e.where.split(" -> ")) for e in finding.evidence[:1]]  # type: ignore[misc]
     else:
         ends = {"link.slow-tx": (0,), "link.slow-rx": (1,)}.get(finding.id, (0, 1))
-        cells = [cell for cell in rates if any(cell[end] == finding.subject for end in ends)]
-    seen = [cell for cell in cells if cell in rates]
+        cells = [cell for cell in held.shares if any(cell[end] == finding.subject for end in ends)]
+    seen = [cell for cell in cells if held.shares.get(cell)]
     if not seen:
         return ()
-    level = median(rates[cell] for cell in seen)
+    level = median(held.best(cell) for cell in seen)
     lines = tuple(
-        Evidence(where=f"{s} -> {t}, alone", seen=f"{format_rate(rates[s, t] * usual)} ({format_percent(rates[s, t])})")
+        Evidence(
+            where=f"{s} -> {t}, alone",
+            seen=f"{format_rate(held.best((s, t)) * report.usual_bit_per_s)} ({format_percent(held.best((s, t)))})",
+        )
         for s, t in seen[:2]
     )
-    if finding.id == "link.slow-uplink":
-        return lines  # fine alone is what oversubscription looks like; slow alone is a slow uplink: both are findings
+    if finding.id == "link.slow-path":
+        # A path to a slow host is as slow as the host, and no slower: it is not the path.
+        return lines if any(held.best((s, t)) < SLOW * _possible(report, s, t) for s, t in seen) else None
     if finding.id == "link.flapping":
-        # A link that is up for the second measurement has still stalled in the first one.
-        return lines if min(dips[cell] for cell in seen) < SLOW or level < SLOW else None
+        # It comes and goes: one more stall in any of the repeats is enough, and none at all speaks against it.
+        return lines if min(held.dips[cell] for cell in seen) < UNSTEADY or level < SLOW else None
     return lines if level < SLOW else None
+
+
+def _uplink_again(finding: Finding, held: _Again, report: MatrixReport, matrix: Matrix) -> tuple[Evidence, ...] | None:
+    """Whether the rack's hosts, together, again carried less than they could: in the best repeat, the worse way."""
+    pairs = _together(finding, matrix, report)
+    worst: tuple[float, list[Cell]] | None = None
+    for cells in (pairs, [(b, a) for a, b in pairs]):
+        if len(cells) < 2 or not all(held.shares.get(cell) for cell in cells):
+            continue
+        # Hosts of a group that is only known by being slow together are not slow themselves.
+        alone = [min(_alone(held, cells, report, s, 0), _alone(held, cells, report, t, 1)) for s, t in cells]
+        possible = max(sum(alone), 1e-9) if matrix.racks else float(len(cells))
+        ratio = max(sum(shares) for shares in zip(*(held.shares[cell] for cell in cells), strict=False)) / possible
+        if worst is None or ratio < worst[0]:
+            worst = (ratio, cells)
+    if worst is None:
+        return ()
+    ratio, cells = worst
+    if ratio >= SLOW:
+        return None
+    return tuple(
+        Evidence(
+            where=f"{s} -> {t}, together",
+            seen=f"{format_rate(held.best((s, t)) * report.usual_bit_per_s)} ({format_percent(held.best((s, t)))})",
+        )
+        for s, t in cells[:2]
+    )
+
+
+def _alone(held: _Again, together: Sequence[Cell], report: MatrixReport, host: str, end: int) -> float:
+    """What one side of a host can do: as it was first seen, or better where it was measured again on its own."""
+    again = [held.best(cell) for cell in held.shares if cell[end] == host and cell not in together]
+    first = (report.sending, report.receiving)[end].get(host, 1.0)
+    return min(1.0, max([first, *again]))
+
+
+def _possible(report: MatrixReport, source: str, target: str) -> float:
+    return min(report.sending.get(source, 1.0), report.receiving.get(target, 1.0), 1.0)
+
+
+def _joined(records: Sequence[LinksRecord]) -> LinksRecord:
+    samples = tuple(sample for record in records for sample in record.samples)
+    return msgspec.structs.replace(records[0], samples=samples)
 
 
 def check_fabric(
@@ -160,21 +275,29 @@ def check_fabric(
     Raises what ``measure_links`` raises: PeerFailure names the host that does not answer.
     """
 
-    seen: list[MatrixReport] = []
+    seen: list[tuple[MatrixReport, Matrix]] = []
     again: list[LinksRecord] = []
 
     def follow_up(record: LinksRecord) -> Schedule:
         if seen:
             again.append(record)
-            return ()
+            if len(again) == len(PASSES):
+                return ()
+            report, matrix = seen[0]
+            kept, _ = confirm(report, _joined(again), matrix)
+            # One more stall has confirmed a link that comes and goes. What is slow may be a busy machine.
+            still = tuple(finding for finding in kept if finding.id != "link.flapping")
+            left = msgspec.structs.replace(report, findings=still)
+            return suspects(left, matrix, repeats=PASSES[len(again)])
         matrix = matrix_of(record, racks, schedule=schedule_of(len(record.hosts), seed=seed))
-        seen.append(judge(matrix))
-        return suspects(seen[0], matrix)
+        seen.append((judge(matrix, is_first_pass=True), matrix))
+        return suspects(*seen[0])
 
     first = measure_links(
         ranks,
         streams=streams,
         duration_s=duration_s,
+        num_pings=NUM_PINGS,
         options=options,
         timeout_s=timeout_s,
         join_timeout_s=join_timeout_s,
@@ -184,8 +307,8 @@ def check_fabric(
     )
     if first is None:
         return None
-    report = seen[0]
-    findings, dropped = confirm(report, again[0]) if again else (report.findings, ())
+    report, matrix = seen[0]
+    findings, dropped = confirm(report, _joined(again), matrix) if again else (report.findings, ())
     return _report(first, report, findings, dropped=dropped, was_retested=bool(again)), first
 
 

@@ -7,14 +7,13 @@ not show the active one. Whether a lossy fabric hurts, only counters under load 
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Iterator
 
 from wirespeed.doctor.check import Evidence, Fact, Finding, Outcome, Remedy, Setting, Unknown, check
 from wirespeed.doctor.inventory import HostView, RdmaPort
-from wirespeed.doctor.launch import settings
 from wirespeed.doctor.network import on_link
 from wirespeed.doctor.rdma import no_rdma
+from wirespeed.doctor.traffic_class import lossless, parse_map, traffic_class
 
 ROCE_HEADER_BYTES = 96  # GRH 40, UDP 8, BTH 12, XRC 4, atomic 28, ICRC 4
 _MTUS = (256, 512, 1024, 2048, 4096)
@@ -125,7 +124,7 @@ def _priorities(view: HostView, port: RdmaPort) -> Iterator[Outcome]:
             hint = "install iproute2's dcb, or mlnx_qos"
             yield Unknown(what=f"lossless priorities (PFC) of {netdev}", why=said.why, hint=said.hint or hint)
             continue
-        enabled = _lossless(said.stdout)
+        enabled = lossless(said.stdout)
         if enabled is None:
             yield Unknown(what=f"lossless priorities (PFC) of {netdev}", why="the answer has another form")
             continue
@@ -164,18 +163,19 @@ def _priorities(view: HostView, port: RdmaPort) -> Iterator[Outcome]:
 
 
 def _priority_of_traffic(view: HostView, port: RdmaPort, netdev: str, enabled: tuple[int, ...]) -> Iterator[Outcome]:
-    """Whether RoCE traffic is sent in a lossless priority: its DSCP over 8, as interfaces that trust DSCP map it."""
+    """Whether RoCE traffic is sent in a lossless priority: by the interface's own map, else its DSCP over 8."""
     if not enabled:
         return
-    file = f"/sys/class/infiniband/{port.device}/tc/{port.port}/traffic_class"
-    given = settings(view).get("NCCL_IB_TC")
-    fixed = re.search(r"tclass=(\d+)", view.system.read_text(file) or "")
-    text, where = (given.value, given.where) if given is not None else (fixed[1] if fixed else "", file)
-    if not re.fullmatch(r"\d{1,3}", text):
+    marked = traffic_class(view, port)
+    if marked is None:
+        file = f"/sys/class/infiniband/{port.device}/tc/{port.port}/traffic_class"
         why = f"NCCL_IB_TC is not set and {file} does not say"
         yield Unknown(what=f"priority of RoCE traffic on {netdev}", why=why, hint="set NCCL_IB_TC to DSCP x 4")
         return
-    priority = int(text) >> 5  # traffic class = DSCP x 4; priority = DSCP / 8
+    value, where = marked
+    said = view.command("mlnx_qos", "-i", netdev)
+    mapped = {} if isinstance(said, Unknown) else parse_map(said.stdout)
+    priority = mapped.get(value >> 2, value >> 5)  # traffic class = DSCP x 4; priority = DSCP / 8 by default
     yield Fact(key=f"rdma.{port.name}.priority", value=str(priority))
     if priority not in enabled:
         yield Finding(
@@ -184,7 +184,7 @@ def _priority_of_traffic(view: HostView, port: RdmaPort, netdev: str, enabled: t
             severity="warning",
             title=f"RoCE traffic of {netdev} is sent in priority {priority}, which is not lossless.",
             evidence=(
-                Evidence(where=where, seen=f"traffic class {text} = DSCP {int(text) >> 2}, priority {priority}"),
+                Evidence(where=where, seen=f"traffic class {value} = DSCP {value >> 2}, priority {priority}"),
                 Evidence(where=f"PFC of {netdev}", seen=f"priority {', '.join(map(str, enabled))}"),
             ),
             remedy=Remedy(
@@ -193,19 +193,6 @@ def _priority_of_traffic(view: HostView, port: RdmaPort, netdev: str, enabled: t
             source="NCCL user guide (NCCL_IB_TC = DSCP x 4); nccl#378; default map of mlnx_qos --trust dscp",
             path="rdma",
         )
-
-
-def _lossless(text: str) -> tuple[int, ...] | None:
-    """Priorities with PFC, of ``dcb -j pfc show`` or ``mlnx_qos``; None where it is neither."""
-    row = re.search(r"^\s*enabled\s+((?:[01]\s+){7}[01])", text, re.MULTILINE)
-    if row is not None:
-        return tuple(priority for priority, bit in enumerate(row[1].split()) if bit == "1")
-    block = re.search(r'"prio-pfc"\s*:\s*(\{[^}]*\}|\[[^\]]*\])', text) or re.search(r"prio-pfc ((?:\d:\w+ ?)+)", text)
-    if block is None:
-        return None
-    if block[1].startswith("["):
-        return tuple(i for i, bit in enumerate(re.findall(r"true|false|on|off", block[1])) if bit in ("true", "on"))
-    return tuple(int(p) for p in re.findall(r'"?(\d)"?\s*:\s*(?:true|"?on"?)', block[1]))
 
 
 @check("rdma.rails", "several NICs in one subnet", applies=no_rdma)

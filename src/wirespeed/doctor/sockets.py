@@ -38,6 +38,13 @@ class Connection:
     bytes_retrans: int | None
     rcvbuf_bytes: int | None
     sndbuf_bytes: int | None
+    mss_bytes: int = 0
+    """Largest segment it sends; 0 where the kernel does not say."""
+    path_mtu_bytes: int = 0
+    options: int = 0
+    """TCPI_OPT_* of linux/tcp.h: 1 timestamps, 2 selective acknowledgement, 4 window scaling."""
+    tos: int | None = None
+    """Type of service (DSCP x 4 and ECN) that its packets carry."""
 
 
 def parse_answer(answer: bytes) -> tuple[Connection, ...]:
@@ -96,6 +103,10 @@ def _parse_message(message: bytes) -> Connection | None:
         bytes_retrans=at64(208),
         rcvbuf_bytes=buffers[1],
         sndbuf_bytes=buffers[3],
+        mss_bytes=struct.unpack_from("=I", info, 16)[0],
+        path_mtu_bytes=struct.unpack_from("=I", info, 60)[0],
+        options=info[5],
+        tos=next((attributes[kind][0] for kind in (5, 6) if attributes.get(kind)), None),
     )
 
 
@@ -167,6 +178,159 @@ def live_connections(view: HostView) -> list[Outcome]:
     return outcomes
 
 
+MIN_SENT_BYTES = 16 * 1024**2
+"""Connections that sent less say nothing of loss."""
+MANY_RETRANSMITS = 0.001
+_SMALL_MTU = 1400
+
+
+@check("tcp.socket-options", "options of live connections: window scaling, segment size, fixed buffers, marks, losses")
+def socket_options(view: HostView) -> list[Outcome]:
+    """What each connection was set up with. One finding per kind, with the connections it is true of."""
+    held = connections(view)
+    if held is None:
+        return [
+            Unknown(what="options of TCP connections", why="the kernel refused INET_DIAG", hint="modprobe tcp_diag")
+        ]
+    near = [c for c in held if (c.min_rtt_s if c.min_rtt_s is not None else c.rtt_s) < _NEAR_S]
+    outcomes: list[Outcome] = []
+    marks = sorted({c.tos >> 2 for c in near if c.tos is not None})
+    if marks:
+        outcomes.append(Fact(key="tcp.connections-dscp", value=", ".join(map(str, marks))))
+    outcomes += _without_scaling([c for c in near if c.options])
+    outcomes += _small_segments(view, near)
+    outcomes += _fixed_buffers(view, near)
+    outcomes += _lossy([c for c in near if c.bytes_sent is not None and c.bytes_sent >= MIN_SENT_BYTES])
+    return outcomes
+
+
+_NEAR_S = 0.01  # a job's hosts; beyond is the rest of the world, whose paths are not ours
+
+
+def _of(some: list[Connection]) -> str:
+    more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+    return ", ".join(c.remote for c in some[:3]) + more
+
+
+def _without_scaling(near: list[Connection]) -> list[Outcome]:
+    bad = [c for c in near if not c.options & 4]
+    if not bad:
+        return []
+    return [
+        Finding(
+            id="tcp.connection-without-scaling",
+            subject=bad[0].remote,
+            severity="warning",
+            title=f"{len(bad)} connections were opened without window scaling: 64 KiB per round trip at most.",
+            evidence=(Evidence(where="INET_DIAG tcpi_options", seen=_of(bad), expected="window scaling on both ends"),),
+            remedy=Remedy(
+                text="net.ipv4.tcp_window_scaling=1 on both ends, and no middlebox that strips TCP options; "
+                "the connections must be opened again"
+            ),
+            source="RFC 7323; linux/tcp.h",
+            path="tcp",
+        )
+    ]
+
+
+def _small_segments(view: HostView, near: list[Connection]) -> list[Outcome]:
+    """A path of a smaller MTU than the interface's: the other end, or something between, takes less."""
+    mtus = [nic.mtu for nic in view.physical_nics if nic.is_up and nic.mtu is not None]
+    if not mtus:
+        return []
+    bad = [c for c in near if c.mss_bytes > 0 and 0 < c.path_mtu_bytes < min(mtus) - 100 and min(mtus) > _SMALL_MTU]
+    bad += [c for c in near if c not in bad and 0 < c.mss_bytes < min(mtus) // 2 and min(mtus) >= _SMALL_MTU]
+    if not bad or (len(bad) < 2 and len(bad) < len(near)):
+        return []
+    return [
+        Finding(
+            id="tcp.small-segments",
+            subject=bad[0].remote,
+            severity="warning",
+            title=f"{len(bad)} connections send segments of {bad[0].mss_bytes} bytes, though the interface takes "
+            f"packets of "
+            f"{min(mtus)}.",
+            evidence=(
+                Evidence(
+                    where="INET_DIAG snd_mss, pmtu",
+                    seen=f"{_of(bad)}: segments of {bad[0].mss_bytes}, path MTU {bad[0].path_mtu_bytes}",
+                    expected=f"about {min(mtus) - 52}",
+                ),
+            ),
+            remedy=Remedy(
+                text="one MTU on all hosts and switch ports of this network",
+                commands=(f"wirespeed doctor path {bad[0].remote.rpartition(':')[0]} --bytes {min(mtus) - 28}",),
+            ),
+            source="RFC 1191; linux/tcp.h",
+            path="tcp",
+        )
+    ]
+
+
+def _fixed_buffers(view: HostView, near: list[Connection]) -> list[Outcome]:
+    """Autotuning never stops exactly at twice the core maximum: a program asked for more and was cut there."""
+    found: list[Outcome] = []
+    for key, name in (("net.core.rmem_max", "rcvbuf_bytes"), ("net.core.wmem_max", "sndbuf_bytes")):
+        most = view.sysctl_int(key)
+        if most is None:
+            continue
+        bad = [c for c in near if getattr(c, name) == 2 * most]
+        if bad:
+            option = "SO_RCVBUF" if name == "rcvbuf_bytes" else "SO_SNDBUF"
+            found.append(
+                Finding(
+                    id="tcp.fixed-buffer",
+                    subject=key,
+                    severity="notice",
+                    title=f"{len(bad)} connections have a buffer that their program fixed ({option}), cut by the "
+                    f"kernel at "
+                    f"{format_size(2 * most)}: it does not grow any more.",
+                    evidence=(
+                        Evidence(where="INET_DIAG skmeminfo", seen=f"{_of(bad)}: {format_size(2 * most)}"),
+                        Evidence(where=f"/proc/sys/{key.replace('.', '/')}", seen=str(most)),
+                    ),
+                    remedy=Remedy(text=f"leave {option} alone in the program, or raise {key}"),
+                    source="socket(7): the kernel doubles the value and caps it; a fixed buffer ends autotuning",
+                    path="tcp",
+                )
+            )
+    return found
+
+
+def _lossy(busy: list[Connection]) -> list[Outcome]:
+    bad = [c for c in busy if (c.bytes_retrans or 0) > MANY_RETRANSMITS * (c.bytes_sent or 1)]
+    if not bad:
+        return []
+    worst = max(bad, key=lambda c: (c.bytes_retrans or 0) / (c.bytes_sent or 1))
+    share = (worst.bytes_retrans or 0) / (worst.bytes_sent or 1)
+    return [
+        Finding(
+            id="tcp.connection-lossy",
+            subject=worst.remote,
+            severity="warning",
+            title=f"{len(bad)} of {len(busy)} busy connections send much again, the worst {format_percent(share)} "
+            "of its bytes.",
+            evidence=(
+                Evidence(
+                    where=f"INET_DIAG {worst.local} -> {worst.remote}",
+                    seen=f"{format_size(worst.bytes_retrans or 0)} of {format_size(worst.bytes_sent or 0)} sent again",
+                    expected=f"below {format_percent(MANY_RETRANSMITS)}",
+                ),
+                Evidence(where="of this kind", seen=_of(bad)),
+            ),
+            remedy=Remedy(
+                text="all to one peer: its link; to all peers: this host's. `--during 10s` shows what grows",
+                commands=(
+                    "wirespeed doctor host --during 10s",
+                    f"wirespeed doctor path {worst.remote.rpartition(':')[0]}",
+                ),
+            ),
+            source="linux/tcp.h tcpi_bytes_retrans; above 0.1 % of segments: bad (own rule)",
+            path="tcp",
+        )
+    ]
+
+
 def _mixed(held: tuple[Connection, ...]) -> list[Outcome]:
     """Congestion controls side by side; one connection each way is not yet a contest."""
     counts = Counter(connection.congestion for connection in held if connection.congestion)
@@ -191,3 +355,6 @@ def _mixed(held: tuple[Connection, ...]) -> list[Outcome]:
 
 def _size(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else format_size(num_bytes)
+
+
+CHECKS = (live_connections, socket_options)

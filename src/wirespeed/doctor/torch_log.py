@@ -11,6 +11,8 @@ import re
 
 import msgspec
 
+from wirespeed.doctor import job_failures
+from wirespeed.doctor.job_failures import said_signal
 from wirespeed.doctor.log_lines import shown
 from wirespeed.doctor.log_prefix import find_process, find_rank, find_time_s
 from wirespeed.doctor.nccl_failures import Failure, parse_failure
@@ -29,6 +31,9 @@ TRIGGERS = (
     b"Traceback (most",
     b"gloo/transport",
     b"ECC error",
+    b"SIGSEGV",
+    b"SIGBUS",
+    *job_failures.TRIGGERS,
 )
 """A line of these is looked at; one that holds none of them costs nothing but the search."""
 
@@ -52,6 +57,7 @@ _NETWORK_ERRORS = (
     "ChildFailedError",
     "RendezvousTimeoutError",
     "RendezvousConnectionError",
+    "gaierror",
     "KeyboardInterrupt",
     "SignalException",
 )
@@ -125,6 +131,18 @@ class TorchReader:
                     detail=read.detail,
                     code=read.code,
                 )
+        elif (said := job_failures.read_line(line)) is not None:
+            self._keep(
+                said.kind,
+                (source, number, line),
+                rank if said.rank is None else said.rank,
+                is_primary=said.is_primary,
+                detail=said.detail,
+                code=said.code,
+                host=said.host,
+                device=said.device,
+                peer=said.peer,
+            )
         elif b"gloo/transport" in line and (found := _GLOO.search(line)) is not None:
             is_primary = not any(words in found[1] for words in (b"onnection closed", b"reset", b"Timed out"))
             detail = found[1].decode(errors="replace")[:120]
@@ -147,9 +165,10 @@ class TorchReader:
         elif b"Bus error" in line:
             self._keep("shared_memory", (source, number, line), rank, detail="bus error (often /dev/shm is full)")
         elif (found := _EXIT.search(line)) is not None:
-            signal = -int(found[1]) if found[1] is not None else int(found[2])
-            if signal == 9:
-                self._keep("killed", (source, number, line), rank, detail="a process was killed (SIGKILL)")
+            number_of = found[1].lstrip(b"-") if found[1] is not None and found[1].startswith(b"-") else found[2]
+            said = None if number_of is None else said_signal(number_of)
+            if said is not None:
+                self._keep(said.kind, (source, number, line), rank, detail=said.detail)
         elif b"oom_kill" in line or b"oom-kill" in line or b"Out of memory" in line or b"out of memory" in line:
             if b"Kill" in line or b"kill" in line:
                 self._keep("host_memory", (source, number, line), rank, detail="the host ran out of memory")
@@ -194,10 +213,14 @@ class TorchReader:
         detail: str,
         code: int | None = None,
         time_s: float | None = None,
+        host: str = "",
+        device: str = "",
+        peer: str = "",
     ) -> None:
         source, number, line = place
-        process = find_process(line)
-        host = "" if process is None else process.host
+        if not host:
+            process = find_process(line)
+            host = "" if process is None else process.host
         key = (kind, host, rank, detail if kind == "program" else "")
         known = self.failures.get(key)
         if known is not None:
@@ -213,6 +236,8 @@ class TorchReader:
                 time_s=find_time_s(line) if time_s is None else time_s,
                 detail=detail[:300],
                 code=code,
+                device=device,
+                peer=peer,
             )
 
     @property

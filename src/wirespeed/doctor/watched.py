@@ -68,6 +68,10 @@ class WatchedSystem(System):
         """As ``inner``."""
         return self.inner.process_environ(pid)
 
+    def process_sockets(self, pid: int) -> frozenset[int] | None:
+        """As ``inner``. Not noted: None says it."""
+        return self.inner.process_sockets(pid)
+
     def tcp_diagnostics(self, family: int) -> bytes | None:
         """As ``inner``."""
         return self.inner.tcp_diagnostics(family)

@@ -48,6 +48,7 @@ class _Plan:
     windows: int
     is_bidirectional: bool
     timeout_s: float
+    num_pings: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ def measure_links(
     streams: Sequence[int] = (1, 4),
     duration_s: float = 0.5,
     windows: int = 5,
+    num_pings: int = NUM_PINGS,
     bidirectional: bool = False,
     options: SocketOptions | None = None,
     port: int | None = None,
@@ -79,9 +81,10 @@ def measure_links(
     first record.
 
     Per pair and direction and number of ``streams`` one transfer of ``duration_s`` is cut into ``windows``, each a
-    sample. ``timeout_s`` bounds every wait for a host beyond the time its work takes, ``join_timeout_s`` the wait for
-    all ranks. Rank 0 listens at MASTER_ADDR on ``port``: MASTER_PORT, or one above it under torchrun, whose agent holds
-    that one. What rank 0 was given counts for all. Raises PeerFailure naming the host that failed.
+    sample; before it ``num_pings`` small messages go to and fro. ``timeout_s`` bounds every wait for a host beyond the
+    time its work takes, ``join_timeout_s`` the wait for all ranks. Rank 0 listens at MASTER_ADDR on ``port``:
+    MASTER_PORT, or one above it under torchrun, whose agent holds that one. What rank 0 was given counts for all.
+    Raises PeerFailure naming the host that failed.
     """
     if not streams or not all(1 <= count <= MAX_STREAMS for count in streams):
         raise UsageError(f"got streams {list(streams)}", expected=f"numbers of 1 to {MAX_STREAMS}")
@@ -95,6 +98,7 @@ def measure_links(
         windows=windows,
         is_bidirectional=bidirectional,
         timeout_s=timeout_s,
+        num_pings=num_pings,
     )
     port = control_port(ranks) if port is None else port
     patience_s = join_timeout_s + 10 * (timeout_s + duration_s)
@@ -250,7 +254,7 @@ def _phase(
                     port=other.place.port,
                     nonce=nonce,
                     streams=streams,
-                    num_pings=NUM_PINGS,
+                    num_pings=plan.num_pings,
                     warmup_s=warmup_s,
                     duration_s=plan.duration_s,
                     windows=plan.windows,
