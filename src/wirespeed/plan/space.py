@@ -1,5 +1,9 @@
 """The space of strategies: every legal combination for a workload, down to the fidelity that is allowed.
 
+Only strategies that exchange every step are tried unless other schedules are asked for. A longer period is always
+predicted to be faster, and no prediction sees what it costs the loss: which period a model bears has to be tried, by
+name (``wirespeed tune --strategies local_sgd@8``).
+
 Two bucket sizes that fill the same buckets are one strategy; the default size is kept, else the smaller.
 """
 
@@ -9,13 +13,23 @@ from collections.abc import Sequence
 
 from wirespeed.errors import UsageError
 from wirespeed.sim.training import Bucket, fill_buckets
-from wirespeed.spec.strategy import CODECS, DEFAULT_BUCKET_BYTES, FIDELITIES, CodecName, Fidelity, Strategy
+from wirespeed.spec.strategy import (
+    CODECS,
+    DEFAULT_BUCKET_BYTES,
+    FIDELITIES,
+    PERIODIC,
+    CodecName,
+    Fidelity,
+    Schedule,
+    Strategy,
+)
 from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.units import MIB
 
 BUCKET_SIZES_BYTES = (1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, DEFAULT_BUCKET_BYTES, 50 * MIB, 100 * MIB)
 TOPK_RATIOS = (0.01, 0.02, 0.05, 0.1)
 LOWRANK_RANKS = (4, 32)
+PERIODS = (4, 16, 64)
 
 
 def legal_strategies(
@@ -26,17 +40,29 @@ def legal_strategies(
     bucket_sizes_bytes: Sequence[int] = BUCKET_SIZES_BYTES,
     ratios: Sequence[float] = TOPK_RATIOS,
     matrix_ranks: Sequence[int] = LOWRANK_RANKS,
+    schedules: Sequence[Schedule] = ("every_step",),
+    periods: Sequence[int] = PERIODS,
 ) -> tuple[Strategy, ...]:
     """Strategies at least as faithful as ``fidelity``, most faithful first, and always the default, dense."""
     if fidelity not in FIDELITIES:
         raise UsageError(f"got fidelity {fidelity!r}", expected=f"one of {', '.join(FIDELITIES)}")
     sizes = _distinct_sizes(workload, bucket_sizes_bytes)
+    when = [(schedule, period) for schedule in schedules for period in (periods if schedule in PERIODIC else (None,))]
     found = [Strategy()]
     for codec in codecs:
         for ratio in ratios if codec == "topk" else (None,):
             for matrix_rank in matrix_ranks if codec == "lowrank" else (None,):
                 found += [
-                    Strategy(codec=codec, ratio=ratio, matrix_rank=matrix_rank, bucket_bytes=size) for size in sizes
+                    Strategy(
+                        codec=codec,
+                        ratio=ratio,
+                        matrix_rank=matrix_rank,
+                        bucket_bytes=size,
+                        schedule=schedule,
+                        period=period,
+                    )
+                    for schedule, period in when
+                    for size in sizes
                 ]
     return tuple(dict.fromkeys(strategy for strategy in found if strategy.allows(fidelity)))
 

@@ -1,4 +1,4 @@
-"""Strategy: how gradients are sent. The one place where a codec's bytes, collectives and fidelity are stated.
+"""Strategy: how gradients are sent, and when. The one place where bytes, collectives and fidelity are stated.
 
 `sim` costs a strategy from these facts and `train/codecs` implements it from the same ones; a test counts the bytes
 that really cross an interface and holds them against ``wire_bytes``.
@@ -18,10 +18,13 @@ from wirespeed.units import GIB, KIB, MIB, parse_ratio, parse_size
 
 CodecName = Literal["dense", "half", "int8", "lowrank", "topk"]
 Topology = Literal["flat"]
-Schedule = Literal["every_step"]
+Schedule = Literal["every_step", "delayed", "local_sgd", "diloco"]
 Fidelity = Literal["exact", "half", "compressed", "lossy"]
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+PERIODIC: tuple[Schedule, ...] = ("local_sgd", "diloco")
+"""Schedules that exchange parameters once per period, and no gradients in between."""
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 """From most to least faithful. ``compressed``: error feedback, quality measured equal. ``lossy``: it may differ."""
 
@@ -37,6 +40,12 @@ FAITHFUL_LOWRANK_RANK = 32
 """Of this matrix rank and above, quality is measured equal (benchmarks/quality.py); below it may differ."""
 BYTES_PER_ELEMENT = 4
 """Gradients are fp32 where they are reduced."""
+LOCAL_SGD_PERIOD = 8
+DILOCO_PERIOD = 32
+MAX_PERIOD = 100_000
+OUTER_LEARNING_RATE = 0.7
+OUTER_MOMENTUM = 0.9
+"""DiLoCo's outer optimizer is SGD with Nesterov momentum; both figures are those of its paper (arXiv 2311.08105)."""
 
 
 Shapes = Sequence[tuple[int, ...]]
@@ -57,6 +66,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     ``ratio`` is the share of entries that top-k sends, ``matrix_rank`` the columns of low-rank's factors; each is None
     for every other codec. ``bucket_bytes`` is counted in fp32 gradient, as DDP's ``bucket_cap_mb`` counts it.
+    ``period``: optimizer steps from one exchange to the next under ``local_sgd`` and ``diloco``, None for every other
+    schedule. ``warmup_steps`` of these two exchange their gradients at every step before the first period begins.
     """
 
     codec: CodecName = "dense"
@@ -65,6 +76,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     ratio: float | None = None
     matrix_rank: int | None = None
+    period: int | None = None
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1024:
@@ -86,10 +99,23 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise UsageError(f"got matrix rank {self.matrix_rank}", expected=f"1 to {MAX_LOWRANK_RANK}")
         elif self.matrix_rank is not None:
             raise UsageError(f"got a matrix rank for codec {self.codec!r}", expected="a matrix rank only for lowrank")
+        if self.schedule in PERIODIC:
+            if self.period is None:
+                default = LOCAL_SGD_PERIOD if self.schedule == "local_sgd" else DILOCO_PERIOD
+                msgspec.structs.force_setattr(self, "period", default)
+            elif not 1 <= self.period <= MAX_PERIOD:
+                raise UsageError(f"got a period of {self.period}", expected=f"1 to {MAX_PERIOD} steps")
+            if self.warmup_steps < 0:
+                raise UsageError(f"got {self.warmup_steps} warm-up steps", expected="0 or more")
+        elif self.period is not None or self.warmup_steps != 0:
+            raise UsageError(
+                f"got a period or warm-up steps for schedule {self.schedule!r}",
+                expected=f"either only for {' and '.join(PERIODIC)}",
+            )
 
     @property
     def name(self) -> str:
-        """Short and unique, such as ``int8``, ``topk@1%``, ``lowrank@4`` or ``half/4MiB``; ``parse`` reads it back."""
+        """Short and unique, such as ``int8``, ``topk@1%``, ``half/4MiB`` or ``int8/diloco@64``; ``parse`` reads it."""
         text: str = self.codec
         if self.matrix_rank is not None:
             text += f"@{self.matrix_rank}"
@@ -97,33 +123,66 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             text += "@" + _ratio_text(self.ratio)
         if self.bucket_bytes != DEFAULT_BUCKET_BYTES:
             text += "/" + _exact_size_text(self.bucket_bytes)
+        if self.schedule != "every_step":
+            text += "/" + self.schedule
+        if self.period is not None:
+            text += f"@{self.period}"
+        if self.warmup_steps:
+            text += f"+{self.warmup_steps}"
         return text
 
     @property
+    def codec_name(self) -> str:
+        """The codec with its parameter alone, such as ``topk@1%``: what a speed was measured of."""
+        return self.name.partition("/")[0]
+
+    @property
+    def steps_per_exchange(self) -> int:
+        """Optimizer steps that share one exchange: the period, else 1. What crosses per step is divided by it."""
+        return 1 if self.period is None else self.period
+
+    @property
     def fidelity(self) -> Fidelity:
-        """What happens to the gradient on the way."""
+        """What happens to the gradient on the way: every schedule but ``every_step`` makes it ``lossy``."""
+        if self.schedule != "every_step":
+            return "lossy"
         if self.matrix_rank is not None and self.matrix_rank < FAITHFUL_LOWRANK_RANK:
             return "lossy"
         return _FIDELITY[self.codec]
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read ``CODEC[@PARAMETER][/BUCKET]``, such as ``topk@2%/8MiB`` or ``lowrank@4``."""
-        head, slash, bucket = text.strip().partition("/")
+        """Read ``CODEC[@PARAMETER][/BUCKET][/SCHEDULE[@PERIOD[+WARMUP]]]``, such as ``topk@2%/8MiB/local_sgd@16+100``.
+
+        A schedule alone stands for itself with dense, and ``diloco`` with int8, which is what it was made for.
+        """
+        head, *parts = text.strip().split("/")
+        if head.partition("@")[0] in SCHEDULES[1:]:
+            head, parts = ("int8" if head.startswith("diloco") else "dense"), [head, *parts]
         codec, at, parameter = head.partition("@")
-        if codec not in CODECS:
+        if codec not in CODECS or len(parts) > 2:
             raise UsageError(
                 f"got strategy {text!r}",
-                expected=f"CODEC[@RATIO or @RANK][/BUCKET] with CODEC one of {', '.join(CODECS)}",
+                expected="CODEC[@RATIO or @RANK][/BUCKET][/SCHEDULE[@PERIOD[+WARMUP]]] with CODEC one of "
+                f"{', '.join(CODECS)} and SCHEDULE one of {', '.join(SCHEDULES)}",
             )
         is_rank = codec == "lowrank" and bool(at)
         if is_rank and not parameter.isdecimal():
             raise UsageError(f"got matrix rank {parameter!r} in {text!r}", expected="a whole number, as in lowrank@4")
+        schedule: Schedule = "every_step"
+        period, warmup_steps = None, 0
+        if parts and parts[-1].partition("@")[0] in SCHEDULES:
+            schedule, period, warmup_steps = _parse_schedule(parts.pop(), text)
+        if len(parts) > 1:
+            raise UsageError(f"got {parts[1]!r} in strategy {text!r}", expected=f"one of {', '.join(SCHEDULES)}")
         return cls(
             codec=codec,
             ratio=parse_ratio(parameter) if at and not is_rank else None,
             matrix_rank=int(parameter) if is_rank else None,
-            bucket_bytes=parse_size(bucket) if slash else DEFAULT_BUCKET_BYTES,
+            bucket_bytes=parse_size(parts[0]) if parts else DEFAULT_BUCKET_BYTES,
+            schedule=schedule,
+            period=period,
+            warmup_steps=warmup_steps,
         )
 
     def allows(self, fidelity: Fidelity) -> bool:
@@ -131,7 +190,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return FIDELITIES.index(self.fidelity) <= FIDELITIES.index(fidelity)
 
     def transfers(self, num_elements: int, num_ranks: int, shapes: Shapes | None = None) -> tuple[Transfer, ...]:
-        """The collectives that one bucket of ``num_elements`` needs among ``num_ranks``, in order.
+        """The collectives that one exchange of a bucket of ``num_elements`` needs among ``num_ranks``, in order.
 
         ``shapes`` of its tensors matter to low-rank alone, whose messages alternate between two sizes: the mean of both
         is given. None is taken for one square matrix.
@@ -161,9 +220,23 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 return (Transfer(collective="all_reduce", size_bytes=size, dtype="float32"),)
 
     def wire_bytes(self, num_elements: int, num_ranks: int, shapes: Shapes | None = None) -> int:
-        """Payload bytes that one rank sends for one bucket. Headers come on top."""
+        """Payload bytes that one rank sends in one exchange of a bucket. Headers come on top."""
         transfers = self.transfers(num_elements, num_ranks, shapes)
         return round(sum(t.size_bytes * bus_factor(t.collective, num_ranks) for t in transfers))
+
+
+def _parse_schedule(part: str, text: str) -> tuple[Schedule, int | None, int]:
+    """``(schedule, period, warm-up steps)`` of ``SCHEDULE[@PERIOD[+WARMUP]]``."""
+    name, at, numbers = part.partition("@")
+    schedule = next(schedule for schedule in SCHEDULES if schedule == name)
+    if not at:
+        return schedule, None, 0
+    period, plus, warmup = numbers.partition("+")
+    if not period.isdecimal() or (plus and not warmup.isdecimal()):
+        raise UsageError(
+            f"got {numbers!r} in strategy {text!r}", expected="PERIOD or PERIOD+WARMUP in steps, as in local_sgd@16+100"
+        )
+    return schedule, int(period), int(warmup or 0)
 
 
 def _ratio_text(ratio: float) -> str:
