@@ -22,7 +22,7 @@ from _harness import Bar, Runs, arguments, finish, run_interleaved
 from wirespeed.cli import render
 from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK, Strategy
 from wirespeed.train.codecs import kernels_for, make_codec, warm_up
-from wirespeed.train.codecs.kernels import HalfBuffers, Int8Buffers, TopkBuffers
+from wirespeed.train.codecs.kernels import BlockBuffers, HalfBuffers, TopkBuffers
 
 ELEMENTS = 25 * 2**20 // 4
 RANKS = 4
@@ -43,7 +43,7 @@ class Bench:
         self.result = torch.empty(ELEMENTS)
         self.kernels = kernels_for("auto", CPU)
         self.half: HalfBuffers = self._buffers(Strategy(codec="half"))
-        self.int8: Int8Buffers = self._buffers(Strategy(codec="int8"))
+        self.int8: BlockBuffers = self._buffers(Strategy(codec="int8"))
         self.topk: TopkBuffers = self._buffers(Strategy(codec="topk", ratio=RATIO))
         # As after many steps: int8 holds back a fraction of a step, top-k several gradients.
         self.held_int8 = torch.randn(ELEMENTS, generator=source) * 0.01
@@ -63,9 +63,9 @@ class Bench:
             "memcpy": lambda: self.copy.copy_(self.grad),
             "half encode": lambda: k.half_encode(self.grad, self.half),
             "half decode": lambda: k.half_decode(self.result, self.half),
-            INT8_ENCODE: lambda: k.int8_encode(self.grad, self.held_int8, self.int8),
-            INT8_REDUCE: lambda: k.int8_reduce(self.held_int8, self.int8, 0),
-            "int8 decode": lambda: k.int8_decode(self.result, self.int8),
+            INT8_ENCODE: lambda: k.block_encode(self.grad, self.held_int8, self.int8),
+            INT8_REDUCE: lambda: k.block_reduce(self.held_int8, self.int8, 0),
+            "int8 decode": lambda: k.block_decode(self.result, self.int8),
             TOPK_ENCODE: lambda: k.topk_encode(self.grad, self.held_topk, self.topk),
             "top-k 1 % decode": lambda: k.topk_decode(self.result, self.topk),
             PEER: lambda: torch.topk(self.magnitude, len(self.peer_out[0]), sorted=False, out=self.peer_out),

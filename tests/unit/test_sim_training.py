@@ -303,3 +303,41 @@ class TestPrediction:
 def test_every_codec_has_one_stage_more_than_transfers():
     for codec in CODECS:
         assert len(STAGES[codec]) == len(Strategy(codec=codec).transfers(1000, 4)) + 1
+
+
+class TestSchedules:
+    """Compute takes 2 s: 1 s of backward and 1 s of all the rest. One bucket, ready at the end of backward."""
+
+    def step(self, text: str, **costs: float):
+        return simulate_step(workload([1.0]), Strategy.parse(text), FixedCosts(**costs))
+
+    def test_a_period_shares_one_exchange_that_nothing_hides(self):
+        step = self.step("dense/1MiB/local_sgd@4", wire_s=0.8)
+        assert step.step_s == pytest.approx(2.0 + 0.8 / 4)
+        assert step.exposed_s == pytest.approx(0.2)
+        assert step.wire_s == pytest.approx(0.2)
+        assert step.lower_bound_s <= step.step_s
+        # encode 0.1, all_to_all 0.3 + 0.05, reduce 0.1, all_gather 0.35, decode 0.1
+        assert self.step("int8/1MiB/diloco@10", latency_s=0.05, wire_s=0.3, stage_s=0.1).step_s == pytest.approx(2.1)
+
+    def test_a_delayed_exchange_hides_behind_the_whole_next_step(self):
+        assert self.step("dense/1MiB", wire_s=1.5).step_s == pytest.approx(3.5)
+        assert self.step("dense/1MiB/delayed", wire_s=1.5).step_s == pytest.approx(2.0)
+
+    def test_what_is_longer_than_a_step_shows_under_delayed(self):
+        step = self.step("dense/1MiB/delayed", wire_s=3.0)
+        assert step.step_s == pytest.approx(3.0)
+        assert step.exposed_s == pytest.approx(1.0)
+
+    def test_a_delayed_codec_slows_compute_where_they_share_a_core(self):
+        # Three stages of 0.2 s beside 2 s of compute, and one core for both.
+        step = simulate_step(
+            workload([1.0], cpus=1.0), Strategy.parse("int8/1MiB/delayed"), FixedCosts(stage_s=0.2, wire_s=0.1)
+        )
+        assert step.step_s == pytest.approx(2.6)
+
+    def test_bytes_per_step_are_those_of_an_exchange_over_the_period(self):
+        costs = FixedCosts(wire_s=0.1)
+        once = predict_step(workload([1.0]), Strategy.parse("int8"), costs).wire_bytes
+        assert predict_step(workload([1.0]), Strategy.parse("int8/diloco@4"), costs).wire_bytes == round(once / 4)
+        assert predict_step(workload([1.0]), Strategy.parse("int8/delayed"), costs).wire_bytes == once

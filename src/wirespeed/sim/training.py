@@ -34,8 +34,10 @@ STAGES: dict[CodecName, tuple[str, ...]] = {
     "dense": ("encode", "decode"),
     "half": ("encode", "decode"),
     "int8": ("encode", "reduce", "decode"),
+    "int4": ("encode", "reduce", "decode"),
     "lowrank": ("encode", "decode"),
     "topk": ("encode", "decode"),
+    "sign": ("encode", "reduce", "decode"),
 }
 """The local stages of each codec's exchange: one more than it has transfers."""
 

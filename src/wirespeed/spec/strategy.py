@@ -16,7 +16,7 @@ from wirespeed.errors import DataError, UsageError
 from wirespeed.records import Collective
 from wirespeed.units import GIB, KIB, MIB, parse_ratio, parse_size
 
-CodecName = Literal["dense", "half", "int8", "lowrank", "topk"]
+CodecName = Literal["dense", "half", "int8", "int4", "lowrank", "topk", "sign"]
 Topology = Literal["flat"]
 Schedule = Literal["every_step", "delayed", "local_sgd", "diloco"]
 Fidelity = Literal["exact", "half", "compressed", "lossy"]
@@ -31,6 +31,10 @@ FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 DEFAULT_BUCKET_BYTES = 25 * MIB
 INT8_BLOCK = 1024
 """Elements that share one fp32 scale: 0.4 % of overhead, and small enough that one outlier spoils little."""
+INT4_BLOCK = 256
+"""With 15 levels an outlier spoils more: 3 % of overhead."""
+SIGN_BLOCK = 1024
+"""3 % of overhead. A block has one magnitude for all its entries."""
 TOPK_CHUNK = 16384
 """Elements per top-k chunk: fixed k per chunk gives static shapes, and 16-bit indices address it."""
 TOPK_RATIO = 0.01
@@ -204,8 +208,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
             case "half":
                 return (Transfer(collective="all_reduce", size_bytes=2 * num_elements, dtype="float16"),)
-            case "int8":
-                size = num_ranks * int8_shard_bytes(num_elements, num_ranks)
+            case "int8" | "int4" | "sign":
+                size = num_ranks * block_shard_bytes(self.codec, num_elements, num_ranks)
                 return (
                     Transfer(collective="all_to_all", size_bytes=size),
                     Transfer(collective="all_gather", size_bytes=size),
@@ -257,8 +261,10 @@ _FIDELITY: dict[CodecName, Fidelity] = {
     "dense": "exact",
     "half": "half",
     "int8": "compressed",
+    "int4": "lossy",
     "lowrank": "compressed",
     "topk": "lossy",
+    "sign": "lossy",
 }
 
 
@@ -270,16 +276,26 @@ def bus_factor(collective: Collective, num_ranks: int) -> float:
     return {"all_reduce": 2 * share, "broadcast": 1.0}.get(collective, share)
 
 
-def int8_shard_elements(num_elements: int, num_ranks: int) -> int:
+BLOCK_FORMATS: dict[CodecName, tuple[int, int]] = {
+    "int8": (INT8_BLOCK, 8),
+    "int4": (INT4_BLOCK, 4),
+    "sign": (SIGN_BLOCK, 1),
+}
+"""Codecs that quantize by blocks: elements per block, and bits per element."""
+
+
+def block_shard_elements(codec: CodecName, num_elements: int, num_ranks: int) -> int:
     """Elements of the shard that each rank owns: equal for all ranks, padded to whole blocks."""
+    block, _ = BLOCK_FORMATS[codec]
     per_rank = math.ceil(num_elements / num_ranks)
-    return math.ceil(per_rank / INT8_BLOCK) * INT8_BLOCK
+    return math.ceil(per_rank / block) * block
 
 
-def int8_shard_bytes(num_elements: int, num_ranks: int) -> int:
-    """One shard on the wire: an int8 per element and an fp32 scale per block."""
-    shard = int8_shard_elements(num_elements, num_ranks)
-    return shard + shard // INT8_BLOCK * BYTES_PER_ELEMENT
+def block_shard_bytes(codec: CodecName, num_elements: int, num_ranks: int) -> int:
+    """One shard on the wire: so many bits per element, and an fp32 scale per block."""
+    block, bits = BLOCK_FORMATS[codec]
+    shard = block_shard_elements(codec, num_elements, num_ranks)
+    return shard * bits // 8 + shard // block * BYTES_PER_ELEMENT
 
 
 def topk_counts(num_elements: int, ratio: float) -> tuple[int, int, int]:
