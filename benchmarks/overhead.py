@@ -2,9 +2,9 @@
 
 Two ranks on loopback train the same model twice over, once with a session and once without, in one process each: a pair
 of blocks of a few steps, the order turned from pair to pair, all ranks meeting before each block. The overhead is the
-median over pairs of the ratio of their times, less one; its upper 95 % bound is that of the median's confidence interval
-by order statistics, which assumes nothing of how disturbances are distributed. Parameters of both are compared byte by
-byte at the end: the session must not change what is learned.
+median over pairs of the ratio of their times, less one; its upper 95 % bound is that of the median's confidence
+interval by order statistics, which assumes nothing of how disturbances are distributed. Parameters of both are compared
+byte by byte at the end: the session must not change what is learned.
 
     python benchmarks/overhead.py --check
 """
@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
@@ -42,7 +43,7 @@ CONFIDENCE = 0.95
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for before, after in zip(SIZES, SIZES[1:], strict=False):
+    for before, after in pairwise(SIZES):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -54,9 +55,7 @@ class Trainer:
         self.model = make_model()
         self._ddp = DistributedDataParallel(self.model)
         self._optimizer = torch.optim.SGD(self._ddp.parameters(), lr=0.01, momentum=0.9)
-        self.session = (
-            wirespeed.train.attach(self._ddp, self._optimizer, strategy="dense") if has_session else None
-        )
+        self.session = wirespeed.train.attach(self._ddp, self._optimizer, strategy="dense") if has_session else None
         source = torch.Generator().manual_seed(rank)
         self._inputs = torch.randn(BATCH, SIZES[0], generator=source)
         self._labels = torch.randint(SIZES[-1], (BATCH,), generator=source)
@@ -97,7 +96,7 @@ def run_rank(rank: int, folder: str, num_pairs: int) -> None:
 
 
 def median_bounds(values: list[float]) -> tuple[float, float]:
-    """The two-sided 95 % confidence interval of the median, by order statistics (normal approximation of the binomial)."""
+    """The two-sided 95 % confidence interval of the median, by order statistics (the binomial taken as normal)."""
     ordered, count = sorted(values), len(values)
     half = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * math.sqrt(count) / 2
     first = max(0, math.floor(count / 2 - half))

@@ -205,6 +205,7 @@ for strategy, options in [
         joined(strategy, **options)
     except wirespeed.UsageError as fault:
         refused.append(str(fault))
+    dist.barrier()  # the refusal comes from the forward: one rank may be there before the other has made its groups
 report(told=told, refused=refused)
 """,
         tmp_path,

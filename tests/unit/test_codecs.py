@@ -25,7 +25,19 @@ from wirespeed.train.codecs.kernels import half_limit  # noqa: E402
 pytestmark = pytest.mark.torch
 
 needs_numba = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
-NAMES = ["dense", "half", "int8", "int4", "sign", "topk@1%", "topk@0.1%", "topk@10%", "topk@50%", "lowrank@4", "lowrank@1"]
+NAMES = [
+    "dense",
+    "half",
+    "int8",
+    "int4",
+    "sign",
+    "topk@1%",
+    "topk@0.1%",
+    "topk@10%",
+    "topk@50%",
+    "lowrank@4",
+    "lowrank@1",
+]
 SIZES = [1, 5, 1023, 1024, 1025, 16384, 16385]
 KERNELS = ["torch", pytest.param("numba", marks=needs_numba)]
 

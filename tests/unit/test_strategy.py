@@ -17,16 +17,15 @@ from wirespeed.spec.strategy import (
     PERIODIC,
     SCHEDULES,
     TOPK_CHUNK,
+    TOPOLOGIES,
     Strategy,
-    StrategyFile,
     block_shard_bytes,
     block_shard_elements,
     bus_factor,
-    read_strategy_text,
-    strategy_text,
     topk_counts,
     topk_payload_bytes,
 )
+from wirespeed.spec.strategy_file import StrategyFile, read_strategy_text, strategy_text
 
 
 @st.composite
@@ -35,6 +34,7 @@ def any_strategy(draw: st.DrawFn) -> Strategy:
     ratio = draw(st.floats(min_value=1 / TOPK_CHUNK, max_value=0.5)) if codec == "topk" else None
     matrix_rank = draw(st.integers(1, 256)) if codec == "lowrank" else None
     bucket = draw(st.one_of(st.just(DEFAULT_BUCKET_BYTES), st.integers(min_value=1024, max_value=2**40)))
+    topology = draw(st.sampled_from(TOPOLOGIES)) if codec != "lowrank" else "flat"
     schedule = draw(st.sampled_from(SCHEDULES))
     is_periodic = schedule in PERIODIC
     return Strategy(
@@ -42,6 +42,7 @@ def any_strategy(draw: st.DrawFn) -> Strategy:
         ratio=ratio,
         matrix_rank=matrix_rank,
         bucket_bytes=bucket,
+        topology=topology,
         schedule=schedule,
         period=draw(st.integers(1, 100_000)) if is_periodic else None,
         warmup_steps=draw(st.integers(0, 10**6)) if is_periodic else 0,
@@ -62,6 +63,8 @@ def any_strategy(draw: st.DrawFn) -> Strategy:
         (Strategy(schedule="local_sgd"), "dense/local_sgd@8"),
         (Strategy(codec="int8", schedule="diloco", period=500, warmup_steps=100), "int8/diloco@500+100"),
         (Strategy(codec="topk", bucket_bytes=2**20, schedule="delayed"), "topk@1%/1MiB/delayed"),
+        (Strategy(codec="int8", topology="hierarchical"), "int8/hierarchical"),
+        (Strategy(topology="hierarchical", bucket_bytes=2**20, schedule="delayed"), "dense/1MiB/hierarchical/delayed"),
     ],
 )
 def test_name_is_short(strategy: Strategy, name: str):
@@ -85,9 +88,30 @@ def test_ratios_that_differ_in_the_fourth_digit_have_names_that_differ():
 @pytest.mark.parametrize(
     "text",
     [
-        "", "none", "int8@1%", "topk@0%", "topk@60%", "topk@0.001%", "dense/1B", "dense/", "topk@", "dense@", "/4MiB",
-        "dense/local_sgd@0", "dense/local_sgd@", "dense/local_sgd@4+", "dense/local_sgd@x", "dense/delayed@2",
-        "dense/every_step@2", "dense/local_sgd@100001", "dense/local_sgd@4/1MiB", "dense/1MiB/2MiB", "int8/delayed/diloco",
+        "",
+        "none",
+        "int8@1%",
+        "topk@0%",
+        "topk@60%",
+        "topk@0.001%",
+        "dense/1B",
+        "dense/",
+        "topk@",
+        "dense@",
+        "/4MiB",
+        "dense/local_sgd@0",
+        "dense/local_sgd@",
+        "dense/local_sgd@4+",
+        "dense/local_sgd@x",
+        "dense/delayed@2",
+        "dense/every_step@2",
+        "dense/local_sgd@100001",
+        "dense/local_sgd@4/1MiB",
+        "dense/1MiB/2MiB",
+        "int8/delayed/diloco",
+        "lowrank@4/hierarchical",
+        "int8/hierarchical/4MiB",
+        "int8/flat/hierarchical",
     ],
 )
 def test_strategy_that_cannot_be_is_refused(text: str):
@@ -152,6 +176,28 @@ def test_wire_bytes_of_a_megaelement_among_four_ranks():
     assert Strategy(codec="topk").wire_bytes(num_elements, 4) == 3 * 64 * (164 * 4 + 4) == 126_720
 
 
+def test_a_hierarchical_bucket_is_summed_inside_and_sent_once_per_host():
+    strategy, n = Strategy.parse("int8/hierarchical"), 2**20
+    # 8 ranks on 2 hosts: a rank's share is 2^18 elements, 2^17 of them owned by each of the two hosts, with 128 scales.
+    record = 2**17 + 128 * 4
+    assert [(t.collective, t.scope, t.size_bytes) for t in strategy.transfers(n, 8, ranks_per_host=4)] == [
+        ("all_to_all", "host", 4 * n),
+        ("all_to_all", "between", 2 * record),
+        ("all_gather", "between", 2 * record),
+        ("all_gather", "host", 4 * n),
+    ]
+    # Inside, three quarters of the bucket leave the rank twice; between, one record twice.
+    assert strategy.wire_bytes(n, 8, ranks_per_host=4) == 2 * 3 * n + 2 * record
+    assert strategy.nic_bytes(n, 8, ranks_per_host=4) == 4 * 2 * record
+    # One rank per host: the flat exchange.
+    assert strategy.transfers(n, 8) == Strategy.parse("int8").transfers(n, 8)
+    # Flat, each of four ranks sends an eighth of the bucket to each of four ranks elsewhere, then the ring passes once.
+    shard = 2**17 + 128 * 4
+    assert Strategy.parse("int8").nic_bytes(n, 8, ranks_per_host=4) == 4 * 4 * shard + 7 * shard
+    assert Strategy().nic_bytes(n, 8, ranks_per_host=4) == 7 * n
+    assert Strategy().nic_bytes(n, 8, ranks_per_host=8) == 0
+
+
 def test_int4_and_sign_send_an_eighth_and_a_thirtieth_of_dense():
     dense, int4, sign = (Strategy(codec=codec).wire_bytes(2**24, 8) for codec in ("dense", "int4", "sign"))
     assert int4 / dense == pytest.approx(4 / 32 + 1 / 256, rel=1e-9)
@@ -179,7 +225,9 @@ def test_more_elements_never_take_fewer_bytes(strategy: Strategy, num_elements: 
 
 
 @given(
-    st.sampled_from(list(BLOCK_FORMATS)), st.integers(min_value=1, max_value=10**8), st.integers(min_value=1, max_value=64)
+    st.sampled_from(list(BLOCK_FORMATS)),
+    st.integers(min_value=1, max_value=10**8),
+    st.integers(min_value=1, max_value=64),
 )
 def test_shards_hold_every_element_in_whole_blocks(codec, num_elements: int, num_ranks: int):
     block, bits = BLOCK_FORMATS[codec]

@@ -7,7 +7,8 @@ On CUDA a mark is an event on the current stream, read back only when it has pas
 What it assumes: one optimizer step ends one training step; several forward and backward passes may lie in between
 (accumulation). Exposed communication is what lies between the last gradient bucket becoming ready and the end of
 backward: it includes waiting for slower ranks. So is an exchange of parameters after the optimizer. Evaluation
-(forward passes without gradients, or an ``evaluation()`` block) is taken out of the step. Work between backward and the optimizer (clipping, logging) is ``other``.
+(forward passes without gradients, or an ``evaluation()`` block) is taken out of the step. Work between backward and the
+optimizer (clipping, logging) is ``other``.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ rank's threads share its cores fairly. It is wrong where ranks differ (straggler
 collide unevenly, or where the curves were taken under another load than ``cpus_per_rank`` says.
 
 Under ``delayed`` the exchange of one step runs beside all of the next: a chain of such steps is simulated, and what one
-more of them takes is the step. Under ``local_sgd`` and ``diloco`` a step computes alone, and once per period all buckets
-are exchanged with nothing beside; what the outer optimizer takes is left out (some passes over memory per period).
+more of them takes is the step. Under ``local_sgd`` and ``diloco`` a step computes alone, and once per period all
+buckets are exchanged with nothing beside; what the outer optimizer takes is left out (some passes over memory per
+period).
 
 Pure: plain data in, plain data out; what a transfer or a codec stage costs is asked of ``StepCosts``.
 """
@@ -23,7 +24,7 @@ import msgspec
 from wirespeed.sim.costs import ScaledCosts, StepCosts
 from wirespeed.sim.flow import Exchange, Span, run_step
 from wirespeed.spec.prediction import Prediction, Resource
-from wirespeed.spec.strategy import BYTES_PER_ELEMENT, CodecName, Strategy
+from wirespeed.spec.strategy import BYTES_PER_ELEMENT, CodecName, Strategy, hierarchical_shard_elements
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 from wirespeed.units import MIB
 
@@ -124,7 +125,7 @@ def simulate_step(
         key = (bucket.num_elements, bucket.shapes)
         found = priced.get(key)
         if found is None:
-            found = priced[key] = _price(strategy, bucket, workload.num_ranks, costs)
+            found = priced[key] = _price(strategy, bucket, workload, costs)
         exchanges.append(found[0])
         codec_s += found[1]
         wire_s += found[2]
@@ -177,7 +178,7 @@ class _Flow(NamedTuple):
 
 
 def _width(strategy: Strategy) -> int:
-    return DENSE_IN_FLIGHT if strategy.codec == "dense" else 1
+    return DENSE_IN_FLIGHT if strategy.codec == "dense" and strategy.topology == "flat" else 1
 
 
 def _beside_backward(
@@ -220,9 +221,7 @@ def _beside_next_step(
     )
 
 
-def _after_a_period(
-    workload: TrainingWorkload, strategy: Strategy, exchanges: list[Exchange], share: float
-) -> _Flow:
+def _after_a_period(workload: TrainingWorkload, strategy: Strategy, exchanges: list[Exchange], share: float) -> _Flow:
     _, exchange_end_s, spans = run_step(
         0.0, [0.0] * len(exchanges), exchanges, cpus=workload.cpus_per_rank, first_lane_width=_width(strategy)
     )
@@ -230,14 +229,22 @@ def _after_a_period(
 
 
 def _price(
-    strategy: Strategy, bucket: Bucket, num_ranks: int, costs: StepCosts
+    strategy: Strategy, bucket: Bucket, workload: TrainingWorkload, costs: StepCosts
 ) -> tuple[Exchange, float, float, float, bool]:
     """The exchange of one bucket, and its codec seconds, wire seconds, lower bound and whether curves cover it."""
-    transfers = [costs.transfer(t) for t in strategy.transfers(bucket.num_elements, num_ranks, bucket.shapes)]
+    per_host = workload.ranks_per_host
+    needed = strategy.transfers(bucket.num_elements, workload.num_ranks, bucket.shapes, ranks_per_host=per_host)
+    transfers = [costs.transfer(t) for t in needed]
     if not transfers:
         return Exchange((0.0,), ()), 0.0, 0.0, 0.0, True
     size_bytes = bucket.num_elements * BYTES_PER_ELEMENT
-    stages = [costs.stage(strategy, stage, size_bytes) for stage in STAGES[strategy.codec]]
+    if any(t.scope != "all" for t in needed):
+        # Split and join each copy the bucket, as dense's encode is taken to do; the codec sees one share of it.
+        copy = costs.stage(Strategy(), "encode", size_bytes)
+        share_bytes = BYTES_PER_ELEMENT * hierarchical_shard_elements(bucket.num_elements, per_host)
+        stages = [copy, *(costs.stage(strategy, stage, share_bytes) for stage in STAGES[strategy.codec]), copy]
+    else:
+        stages = [costs.stage(strategy, stage, size_bytes) for stage in STAGES[strategy.codec]]
     return (
         Exchange(
             tuple(stage.seconds for stage in stages),
@@ -294,7 +301,12 @@ def predict_step(
         wire_s=timeline.wire_s,
         exposed_s=timeline.exposed_s,
         wire_bytes=round(
-            sum(strategy.wire_bytes(b.num_elements, workload.num_ranks, b.shapes) for b in timeline.buckets)
+            sum(
+                strategy.wire_bytes(
+                    b.num_elements, workload.num_ranks, b.shapes, ranks_per_host=workload.ranks_per_host
+                )
+                for b in timeline.buckets
+            )
             / strategy.steps_per_exchange
         ),
         lower_bound_s=timeline.lower_bound_s,

@@ -12,16 +12,18 @@ from typing import Literal, get_args
 
 import msgspec
 
-from wirespeed.errors import DataError, UsageError
+from wirespeed.errors import UsageError
 from wirespeed.records import Collective
 from wirespeed.units import GIB, KIB, MIB, parse_ratio, parse_size
 
 CodecName = Literal["dense", "half", "int8", "int4", "lowrank", "topk", "sign"]
-Topology = Literal["flat"]
+Topology = Literal["flat", "hierarchical"]
+Scope = Literal["all", "host", "between"]
 Schedule = Literal["every_step", "delayed", "local_sgd", "diloco"]
 Fidelity = Literal["exact", "half", "compressed", "lossy"]
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
+TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 PERIODIC: tuple[Schedule, ...] = ("local_sgd", "diloco")
 """Schedules that exchange parameters once per period, and no gradients in between."""
@@ -63,15 +65,24 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     dtype: str = "uint8"
     """What the backend is given. Sums of fp16 cost more than sums of as many bytes of fp32; moved bytes are bytes."""
+    scope: Scope = "all"
+    """Among whom: all ranks, the ranks of one host, or the ranks of equal number on all hosts (as many groups at once
+    as a host has ranks)."""
+
+    def num_members(self, num_ranks: int, ranks_per_host: int) -> int:
+        """Ranks in its group."""
+        return {"all": num_ranks, "host": ranks_per_host, "between": num_ranks // ranks_per_host}[self.scope]
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Codec x topology x schedule x bucket size.
 
     ``ratio`` is the share of entries that top-k sends, ``matrix_rank`` the columns of low-rank's factors; each is None
-    for every other codec. ``bucket_bytes`` is counted in fp32 gradient, as DDP's ``bucket_cap_mb`` counts it.
-    ``period``: optimizer steps from one exchange to the next under ``local_sgd`` and ``diloco``, None for every other
-    schedule. ``warmup_steps`` of these two exchange their gradients at every step before the first period begins.
+    for every other codec. ``hierarchical``: gradients are summed inside each host first, so that a rank's codec sends
+    but its share of a bucket between hosts, and gathered inside again. ``bucket_bytes`` is counted in fp32 gradient, as
+    DDP's ``bucket_cap_mb`` counts it. ``period``: optimizer steps from one exchange to the next under ``local_sgd`` and
+    ``diloco``, None for every other schedule. ``warmup_steps`` of these two exchange their gradients at every step
+    before the first period begins.
     """
 
     codec: CodecName = "dense"
@@ -103,6 +114,15 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise UsageError(f"got matrix rank {self.matrix_rank}", expected=f"1 to {MAX_LOWRANK_RANK}")
         elif self.matrix_rank is not None:
             raise UsageError(f"got a matrix rank for codec {self.codec!r}", expected="a matrix rank only for lowrank")
+        self._check_when_and_where()
+
+    def _check_when_and_where(self) -> None:
+        if self.topology == "hierarchical" and self.codec == "lowrank":
+            raise UsageError(
+                "got topology 'hierarchical' for lowrank",
+                expected="whole matrices, which a rank's share of a bucket does not hold",
+                hint="lowrank goes with topology flat; int8, topk and half go with either",
+            )
         if self.schedule in PERIODIC:
             if self.period is None:
                 default = LOCAL_SGD_PERIOD if self.schedule == "local_sgd" else DILOCO_PERIOD
@@ -127,6 +147,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             text += "@" + _ratio_text(self.ratio)
         if self.bucket_bytes != DEFAULT_BUCKET_BYTES:
             text += "/" + _exact_size_text(self.bucket_bytes)
+        if self.topology != "flat":
+            text += "/" + self.topology
         if self.schedule != "every_step":
             text += "/" + self.schedule
         if self.period is not None:
@@ -156,19 +178,20 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read ``CODEC[@PARAMETER][/BUCKET][/SCHEDULE[@PERIOD[+WARMUP]]]``, such as ``topk@2%/8MiB/local_sgd@16+100``.
+        """Read ``CODEC[@PARAMETER][/BUCKET][/TOPOLOGY][/SCHEDULE[@PERIOD[+WARMUP]]]``.
 
+        Such as ``topk@2%/8MiB`` or ``int8/hierarchical/local_sgd@16+100``.
         A schedule alone stands for itself with dense, and ``diloco`` with int8, which is what it was made for.
         """
         head, *parts = text.strip().split("/")
         if head.partition("@")[0] in SCHEDULES[1:]:
             head, parts = ("int8" if head.startswith("diloco") else "dense"), [head, *parts]
         codec, at, parameter = head.partition("@")
-        if codec not in CODECS or len(parts) > 2:
+        if codec not in CODECS or len(parts) > 3:
             raise UsageError(
                 f"got strategy {text!r}",
-                expected="CODEC[@RATIO or @RANK][/BUCKET][/SCHEDULE[@PERIOD[+WARMUP]]] with CODEC one of "
-                f"{', '.join(CODECS)} and SCHEDULE one of {', '.join(SCHEDULES)}",
+                expected="CODEC[@RATIO or @RANK][/BUCKET][/TOPOLOGY][/SCHEDULE[@PERIOD[+WARMUP]]] with CODEC one of "
+                f"{', '.join(CODECS)}, TOPOLOGY one of {', '.join(TOPOLOGIES)}, SCHEDULE one of {', '.join(SCHEDULES)}",
             )
         is_rank = codec == "lowrank" and bool(at)
         if is_rank and not parameter.isdecimal():
@@ -177,13 +200,20 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         period, warmup_steps = None, 0
         if parts and parts[-1].partition("@")[0] in SCHEDULES:
             schedule, period, warmup_steps = _parse_schedule(parts.pop(), text)
+        topology = next((topology for topology in TOPOLOGIES if parts[-1:] == [topology]), None)
+        if topology is not None:
+            parts.pop()
         if len(parts) > 1:
-            raise UsageError(f"got {parts[1]!r} in strategy {text!r}", expected=f"one of {', '.join(SCHEDULES)}")
+            raise UsageError(
+                f"got {parts[1]!r} in strategy {text!r}",
+                expected=f"one of {', '.join(TOPOLOGIES)}, then one of {', '.join(SCHEDULES)}",
+            )
         return cls(
             codec=codec,
             ratio=parse_ratio(parameter) if at and not is_rank else None,
             matrix_rank=int(parameter) if is_rank else None,
             bucket_bytes=parse_size(parts[0]) if parts else DEFAULT_BUCKET_BYTES,
+            topology="flat" if topology is None else topology,
             schedule=schedule,
             period=period,
             warmup_steps=warmup_steps,
@@ -193,7 +223,9 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Whether this strategy is at least as faithful as ``fidelity``."""
         return FIDELITIES.index(self.fidelity) <= FIDELITIES.index(fidelity)
 
-    def transfers(self, num_elements: int, num_ranks: int, shapes: Shapes | None = None) -> tuple[Transfer, ...]:
+    def transfers(
+        self, num_elements: int, num_ranks: int, shapes: Shapes | None = None, *, ranks_per_host: int = 1
+    ) -> tuple[Transfer, ...]:
         """The collectives that one exchange of a bucket of ``num_elements`` needs among ``num_ranks``, in order.
 
         ``shapes`` of its tensors matter to low-rank alone, whose messages alternate between two sizes: the mean of both
@@ -201,6 +233,19 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         if num_ranks < 2 or num_elements == 0:
             return ()
+        if self.topology == "flat" or ranks_per_host == 1:
+            return self._flat_transfers(num_elements, num_ranks, shapes)
+        shard = hierarchical_shard_elements(num_elements, ranks_per_host)
+        within = BYTES_PER_ELEMENT * shard * ranks_per_host
+        num_hosts = num_ranks // ranks_per_host
+        between = self._flat_transfers(shard, num_hosts, None) if num_hosts > 1 else ()
+        return (
+            Transfer(collective="all_to_all", size_bytes=within, scope="host"),
+            *(msgspec.structs.replace(transfer, scope="between") for transfer in between),
+            Transfer(collective="all_gather", size_bytes=within, scope="host"),
+        )
+
+    def _flat_transfers(self, num_elements: int, num_ranks: int, shapes: Shapes | None) -> tuple[Transfer, ...]:
         match self.codec:
             case "dense":
                 return (
@@ -223,10 +268,35 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 size = lowrank_payload_bytes(num_elements, self.matrix_rank, shapes)
                 return (Transfer(collective="all_reduce", size_bytes=size, dtype="float32"),)
 
-    def wire_bytes(self, num_elements: int, num_ranks: int, shapes: Shapes | None = None) -> int:
+    def wire_bytes(
+        self, num_elements: int, num_ranks: int, shapes: Shapes | None = None, *, ranks_per_host: int = 1
+    ) -> int:
         """Payload bytes that one rank sends in one exchange of a bucket. Headers come on top."""
-        transfers = self.transfers(num_elements, num_ranks, shapes)
-        return round(sum(t.size_bytes * bus_factor(t.collective, num_ranks) for t in transfers))
+        transfers = self.transfers(num_elements, num_ranks, shapes, ranks_per_host=ranks_per_host)
+        return round(
+            sum(t.size_bytes * bus_factor(t.collective, t.num_members(num_ranks, ranks_per_host)) for t in transfers)
+        )
+
+    def nic_bytes(
+        self, num_elements: int, num_ranks: int, shapes: Shapes | None = None, *, ranks_per_host: int = 1
+    ) -> int:
+        """Payload bytes that one host sends to others in one exchange of a bucket, through all its NICs together.
+
+        Among all ranks an all_to_all sends each of a host's ranks' parts to each rank elsewhere; every other collective
+        is a ring in rank order, which leaves a host once. Between hosts, each of a host's ranks sends its own.
+        """
+        num_bytes = 0.0
+        for transfer in self.transfers(num_elements, num_ranks, shapes, ranks_per_host=ranks_per_host):
+            if num_ranks <= ranks_per_host or transfer.scope == "host":
+                continue
+            if transfer.scope == "between":
+                members = num_ranks // ranks_per_host
+                num_bytes += ranks_per_host * transfer.size_bytes * bus_factor(transfer.collective, members)
+            elif transfer.collective == "all_to_all":
+                num_bytes += ranks_per_host * transfer.size_bytes * (num_ranks - ranks_per_host) / num_ranks
+            else:
+                num_bytes += transfer.size_bytes * bus_factor(transfer.collective, num_ranks)
+        return round(num_bytes)
 
 
 def _parse_schedule(part: str, text: str) -> tuple[Schedule, int | None, int]:
@@ -274,6 +344,11 @@ def bus_factor(collective: Collective, num_ranks: int) -> float:
         return 0.0
     share = (num_ranks - 1) / num_ranks
     return {"all_reduce": 2 * share, "broadcast": 1.0}.get(collective, share)
+
+
+def hierarchical_shard_elements(num_elements: int, ranks_per_host: int) -> int:
+    """Elements of a bucket that each rank of a host sums and sends to the other hosts, padded to be equal for all."""
+    return math.ceil(num_elements / ranks_per_host)
 
 
 BLOCK_FORMATS: dict[CodecName, tuple[int, int]] = {
@@ -337,48 +412,3 @@ def lowrank_payload_bytes(num_elements: int, matrix_rank: int, shapes: Shapes | 
         matrix = lowrank_matrix(shape, matrix_rank)
         twice += 2 * math.prod(shape) if matrix is None else matrix_rank * sum(matrix)
     return BYTES_PER_ELEMENT * twice // 2
-
-
-STRATEGY_SCHEMA = 1
-
-
-class StrategyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``strategy.toml``: what `tune` writes and `attach` reads."""
-
-    schema: int
-    strategy: Strategy
-    predicted_step_s: float | None = None
-    measured_step_s: float | None = None
-    note: str = ""
-
-
-class _FileHead(msgspec.Struct):
-    schema: int
-
-
-def strategy_text(held: StrategyFile) -> str:
-    """The text of a ``strategy.toml``, which ``read_strategy_text`` reads back. TOML has no null: None is left out."""
-    return msgspec.toml.encode(_without_none(msgspec.to_builtins(held))).decode()
-
-
-def _without_none(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return value
-
-
-def read_strategy_text(text: str, *, source: str) -> Strategy:
-    """The strategy in the text of a ``strategy.toml``. Raises DataError naming ``source``."""
-    try:
-        # The schema comes first: a newer file may hold what this version would call unknown.
-        schema = msgspec.toml.decode(text, type=_FileHead).schema
-        if schema > STRATEGY_SCHEMA:
-            raise DataError(
-                f"{source} has schema {schema}",
-                expected=f"schema {STRATEGY_SCHEMA}",
-                hint="upgrade wirespeed to read it",
-            )
-        held = msgspec.toml.decode(text, type=StrategyFile)
-    except (msgspec.MsgspecError, UsageError) as fault:
-        raise DataError(f"{source} is not a strategy file: {fault}", expected="what `wirespeed tune` writes") from fault
-    return held.strategy

@@ -15,7 +15,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from wirespeed.errors import UsageError
-from wirespeed.spec.strategy import FIDELITIES, Fidelity, Strategy, read_strategy_text
+from wirespeed.spec.strategy import FIDELITIES, Fidelity, Strategy
+from wirespeed.spec.strategy_file import read_strategy_text
 from wirespeed.train.session import Session, session_of, start_session
 from wirespeed.train.trace import read_directive
 
@@ -41,11 +42,12 @@ def attach(
     ``optimizer``: whose steps end the training steps; None takes every optimizer that holds the model's parameters.
     ``fabric``: a ``fabric.toml``, so that ``auto`` need not measure the network. ``fidelity``: what ``auto`` may do to
     gradients at most (``exact``, ``half``, ``compressed``, ``lossy``); a strategy named outright is not limited by it.
-    ``scaler``: the ``torch.amp.GradScaler`` that steps the optimizer, so that residuals are kept unscaled. Without it the
-    scaler is found at the first step that it lets through; give it where a run has to resume bit by bit.
+    ``scaler``: the ``torch.amp.GradScaler`` that steps the optimizer, so that residuals are kept unscaled. Without it
+    the scaler is found at the first step that it lets through; give it where a run has to resume bit by bit.
 
-    A model that ``torch.compile`` has wrapped may be given as well. Every rank must call it at the same point, after ``DistributedDataParallel`` and before the first step. Raises
-    UsageError for a model that is not DDP or already has a hook.
+    A model that ``torch.compile`` has wrapped may be given as well. Every rank must call it at the same point, after
+    ``DistributedDataParallel`` and before the first step. Raises UsageError for a model that is not DDP or already has
+    a hook.
     """
     if fidelity not in FIDELITIES:
         raise UsageError(f"got fidelity {fidelity!r}", expected=f"one of {', '.join(FIDELITIES)}")

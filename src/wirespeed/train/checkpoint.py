@@ -1,7 +1,7 @@
 """What a session leaves in a checkpoint, and what it may be loaded onto.
 
-Tensors, numbers and text only: no process group and nothing that needs pickle. A state belongs to one rank of a group of
-one size, because residuals do. They are saved as without a loss scaler.
+Tensors, numbers and text only: no process group and nothing that needs pickle. A state belongs to one rank of a group
+of one size, because residuals do. They are saved as without a loss scaler.
 """
 
 from __future__ import annotations

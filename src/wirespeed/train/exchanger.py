@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wirespeed.spec.strategy import Strategy
+from wirespeed.errors import UsageError
+from wirespeed.spec.strategy import Shapes, Strategy
 from wirespeed.train.codecs import make_codec, warm_up
 from wirespeed.train.codecs.base import Codec, Message
+from wirespeed.train.codecs.hierarchical import HierarchicalCodec
+from wirespeed.train.hosts import HostLayout, host_layout
 from wirespeed.train.lanes import Exchange, Lanes, as_peer_failure
 from wirespeed.train.report import BucketTimes
 from wirespeed.train.residuals import Residuals
@@ -42,12 +45,20 @@ class Exchanger:
         self.residuals = Residuals()
         self.learned = Residuals("codec state")
         self.undo = Undo()
-        """What takes back the residuals of a backward that the loss scaler skips; does nothing until it is switched on."""
+        """Takes back the residuals of a backward that the loss scaler skips; does nothing until it is switched on."""
         self.stated_bytes = 0
+        """What this rank has sent, by what strategies say."""
+        self.stated_nic_bytes = 0
+        """What its whole host has sent to other hosts."""
         self.bucket_times: deque[BucketTimes] = deque(maxlen=KEPT_BUCKET_TIMES)
         self._codec: Codec | None = None
         self._lanes: Lanes | None = None
         self._hop_groups: list[dist.ProcessGroup] = []
+        self._layout: HostLayout | None = None
+        self._host_groups: list[dist.ProcessGroup] = []
+        """For the topology hierarchical: of this host, for its first and last hop."""
+        self._between_groups: list[dist.ProcessGroup] = []
+        """Of the ranks of equal number on all hosts, for the hops between."""
         self._buffers: dict[tuple[str, ...], Any] = {}
         self._scratch: dict[tuple[str, ...], Tensor] = {}
         self._warned: set[str] = set()
@@ -65,21 +76,43 @@ class Exchanger:
         """What ended the exchange, if anything did. It stays: nothing can be exchanged afterwards."""
         return self._failure if self._lanes is None or self._failure is not None else self._lanes.failure
 
+    @property
+    def nic_share(self) -> float | None:
+        """Bytes that the host sends to others over those that this rank sends; None where hosts were not asked for."""
+        if self._layout is None or self.stated_bytes == 0:
+            return None
+        return self.stated_nic_bytes / self.stated_bytes
+
     def use(self, strategy: Strategy) -> None:
         """Exchange with ``strategy`` from the next bucket on."""
         self.stop()
         self.strategy = strategy
-        codec = None if strategy.codec == "dense" or self.num_ranks == 1 else make_codec(strategy)
+        layout = self._hosts() if strategy.topology == "hierarchical" and self.num_ranks > 1 else None
+        is_flat = layout is None or layout.ranks_per_host == 1
+        codec = None if self.num_ranks == 1 or (strategy.codec == "dense" and is_flat) else make_codec(strategy)
         if codec is None or not codec.has_residual:
             self.residuals.clear()
         self._codec = codec
         self.forget()
-        if codec is not None:
-            warm_up(device=self.device)
-            num_hops = len(codec.stages) - 1
+        if codec is None:
+            return
+        warm_up(device=self.device)
+        num_hops = len(codec.stages) - 1
+        if layout is not None and not is_flat:
+            host, local_rank = layout.place(self.rank)
+            groups = self._hierarchical_groups(layout, num_hops)
+            self._codec = HierarchicalCodec(
+                codec,
+                ranks_per_host=layout.ranks_per_host,
+                local_rank=local_rank,
+                host=host,
+                num_hosts=len(layout.hosts),
+            )
+        else:
             while len(self._hop_groups) < num_hops:
                 self._hop_groups.append(new_group(self.group))
-            self._lanes = Lanes(self._hop_groups[:num_hops], on_done=self._bucket_done)
+            groups = self._hop_groups[:num_hops]
+        self._lanes = Lanes(groups, on_done=self._bucket_done)
 
     def forget(self) -> None:
         """Drop buffers and what the codec has learned. Residuals stay."""
@@ -103,7 +136,8 @@ class Exchanger:
         """Let go of the process groups: nothing can be exchanged afterwards."""
         self.stop()
         self._codec = None
-        self._hop_groups.clear()
+        for groups in (self._hop_groups, self._host_groups, self._between_groups):
+            groups.clear()
         released: Any = self
         released.group = None
 
@@ -130,7 +164,7 @@ class Exchanger:
             )
             return self.all_reduce(values)
         num_elements = values.numel()
-        self._count(self.strategy.wire_bytes(num_elements, self.num_ranks, shapes))
+        self._count(self.strategy, num_elements, shapes)
         residual = None
         if codec.has_residual:
             residual = self.residuals.for_bucket(names, tuple(_num_elements(shapes)), self.device)
@@ -156,7 +190,7 @@ class Exchanger:
     def all_reduce(self, values: Tensor) -> torch.futures.Future[Tensor]:
         """Average as DDP does: divide, then one all_reduce in the values' own type."""
         size_bytes = values.numel() * values.element_size()
-        self._count(Strategy().wire_bytes(size_bytes // 4, self.num_ranks))
+        self._count(Strategy(), size_bytes // 4, None)
         values.div_(self.num_ranks)
         work = dist.all_reduce(values, group=self.group, async_op=True)
         watched = self.undo if self.undo.is_on else None
@@ -185,9 +219,39 @@ class Exchanger:
             self._warned.add(key)
             warnings.warn(f"wirespeed: {text}", stacklevel=4)
 
-    def _count(self, num_bytes: int) -> None:
+    def _count(self, strategy: Strategy, num_elements: int, shapes: Shapes | None) -> None:
+        per_host, sent_by_host = 1, 0
+        if self._layout is not None:
+            per_host = self._layout.ranks_per_host
+            sent_by_host = strategy.nic_bytes(num_elements, self.num_ranks, shapes, ranks_per_host=per_host)
+        sent = strategy.wire_bytes(num_elements, self.num_ranks, shapes, ranks_per_host=per_host)
         with self._lock:
-            self.stated_bytes += num_bytes
+            self.stated_bytes += sent
+            self.stated_nic_bytes += sent_by_host
+
+    def _hosts(self) -> HostLayout:
+        """Which ranks share a host; asked once."""
+        if self._layout is None:
+            self._layout = host_layout(self.group, self.device)
+        if len(self._layout.hosts) == 1:
+            raise UsageError(
+                f"all {self.num_ranks} ranks are on one host",
+                expected="two hosts or more for topology hierarchical: its codec works between hosts",
+                hint="use the flat strategy",
+            )
+        return self._layout
+
+    def _hierarchical_groups(self, layout: HostLayout, num_hops: int) -> list[dist.ProcessGroup]:
+        """One group per hop: this host's, then ``num_hops`` between hosts, then this host's again."""
+        ranks = dist.get_process_group_ranks(self.group)
+        host, local_rank = layout.place(self.rank)
+        mates = [ranks[rank] for rank in layout.hosts[host]]
+        peers = [ranks[others[local_rank]] for others in layout.hosts]
+        while len(self._host_groups) < 2:
+            self._host_groups.append(_group_of(mates, like=self.group))
+        while len(self._between_groups) < num_hops:
+            self._between_groups.append(_group_of(peers, like=self.group))
+        return [self._host_groups[0], *self._between_groups[:num_hops], self._host_groups[1]]
 
     def _bucket_done(self, exchange: Exchange) -> None:
         assert self._codec is not None
@@ -206,7 +270,10 @@ class Exchanger:
 
 def new_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks, backend and time-out, for collectives of our own."""
-    ranks = dist.get_process_group_ranks(like)
+    return _group_of(dist.get_process_group_ranks(like), like=like)
+
+
+def _group_of(ranks: list[int], *, like: dist.ProcessGroup) -> dist.ProcessGroup:
     is_world = len(ranks) == dist.get_world_size()
     group: dist.ProcessGroup = dist.new_group(
         ranks, backend=dist.get_backend(like), use_local_synchronization=not is_world
@@ -239,5 +306,3 @@ def _num_elements(shapes: tuple[tuple[int, ...], ...]) -> Iterator[int]:
         for side in shape:
             num_elements *= side
         yield num_elements
-
-

@@ -123,7 +123,7 @@ def perform(message: Message, group: dist.ProcessGroup) -> None:
 
 
 def as_peer_failure(fault: Exception) -> Exception:
-    """What a user is told: errors of the backend (connection reset, time-out) become a PeerFailure; others stay what they are."""
+    """What a user is told: errors of the backend (connection reset, time-out) as a PeerFailure, others as they are."""
     if isinstance(fault, dist.DistError) or "gloo" in str(fault).lower() or "timed out" in str(fault).lower():
         return PeerFailure(
             f"exchanging gradients failed: {str(fault).splitlines()[0] if str(fault) else type(fault).__name__}",

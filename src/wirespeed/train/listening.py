@@ -57,12 +57,8 @@ class LoopEvents:
             return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
         self._handles += [
-            register_optimizer_step_pre_hook(
-                lambda optimizer, *_: self._step_begins() if is_mine(optimizer) else None
-            ),
-            register_optimizer_step_post_hook(
-                lambda optimizer, *_: self._step_ended() if is_mine(optimizer) else None
-            ),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._step_begins() if is_mine(optimizer) else None),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._step_ended() if is_mine(optimizer) else None),
         ]
 
     def remove(self) -> None:
@@ -124,7 +120,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs in this thread. It does not where a rank without data shadows the others' exchange (Join)."""
+    """Whether autograd runs in this thread: not where a rank without data shadows the others' exchange (Join)."""
     return int(torch._C._current_graph_task_id()) != -1
 
 

@@ -27,9 +27,7 @@ def check_is_ddp(model: object) -> None:
         (text for name, text in _OTHER_ENGINES.items() if any(base.startswith(name) for base in bases)),
         "wrap the model first: ddp = DistributedDataParallel(model)",
     )
-    raise UsageError(
-        f"got a {type(model).__name__}", expected="a torch.nn.parallel.DistributedDataParallel", hint=hint
-    )
+    raise UsageError(f"got a {type(model).__name__}", expected="a torch.nn.parallel.DistributedDataParallel", hint=hint)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
@@ -62,9 +60,7 @@ def check_model(ddp: DistributedDataParallel, strategy: Strategy) -> None:
             hint="leave delay_all_reduce_named_params out",
         )
     for name, module in ddp.module.named_modules():
-        if getattr(module, "sparse", False) is True and isinstance(
-            module, torch.nn.Embedding | torch.nn.EmbeddingBag
-        ):
+        if getattr(module, "sparse", False) is True and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise UsageError(
                 f"module {name!r} makes sparse gradients",
                 expected=f"dense gradients for strategy {strategy.name!r}",
@@ -87,7 +83,7 @@ def check_forward(ddp: DistributedDataParallel, strategy: Strategy, *, is_choosi
         raise UsageError(
             f"uneven inputs (Join) with schedule {strategy.schedule!r}",
             expected="schedule every_step: a rank without data takes no optimizer steps to count",
-            hint=f"strategy {Strategy(codec=strategy.codec, ratio=strategy.ratio, matrix_rank=strategy.matrix_rank).name!r}",
+            hint=f"strategy {strategy.codec_name!r}",
         )
     if is_choosing:
         raise UsageError(

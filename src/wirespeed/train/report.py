@@ -64,6 +64,8 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     buckets: tuple[BucketReport, ...]
     notes: tuple[str, ...] = ()
     steps_per_exchange: int = 1
+    nic_bytes_per_step: float | None = None
+    """What the rank's whole host is stated to send to other hosts; None where nobody asked which ranks share a host."""
 
     def __str__(self) -> str:
         lines = [f"strategy {self.strategy}, {self.num_ranks} ranks, {self.num_steps} steps"]
@@ -78,6 +80,8 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
         counted = "unknown" if self.wire_bytes_per_step is None else format_size(self.wire_bytes_per_step)
         per = "" if self.steps_per_exchange == 1 else f" on the mean of periods of {self.steps_per_exchange} steps"
         lines.append(f"sent per step{per}: {format_size(self.stated_bytes_per_step)} stated, {counted} counted")
+        if self.nic_bytes_per_step is not None:
+            lines.append(f"sent per step by the host to others: {format_size(self.nic_bytes_per_step)} stated")
         for bucket in self.buckets:
             stages = ", ".join(f"{name} {format_duration(value)}" for name, value in bucket.stages_s.items())
             size, wire, queue = (
@@ -108,7 +112,7 @@ def breakdown_of(steps: Sequence[StepParts], *, period: int = 1) -> StepBreakdow
 
 
 def period_means(values: Sequence[float], period: int) -> Sequence[float]:
-    """Means of consecutive whole periods; of all values where there are fewer. Where a period begins does not matter."""
+    """Means of consecutive whole periods, wherever they begin; of all values where there are fewer."""
     if period == 1:
         return values
     whole = len(values) // period * period
@@ -134,9 +138,13 @@ def summarize(
     wire: Sequence[tuple[int, int]],
     residual_norm: float,
     residual_bytes: int,
+    nic_share: float | None = None,
     notes: Sequence[str] = (),
 ) -> SessionReport:
-    """Put a session's notes together. ``wire`` holds cumulative (stated, counted) bytes after every step."""
+    """Put a session's notes together. ``wire`` holds cumulative (stated, counted) bytes after every step.
+
+    ``nic_share``: bytes that the host sends to others, over those that the rank sends.
+    """
     counted = None
     stated = float(stated_bytes) / max(1, len(steps))
     last = len(wire) - 1
@@ -158,6 +166,7 @@ def summarize(
         buckets=tuple(_bucket_report([t for t in buckets if t.bucket == index]) for index in _indices(buckets)),
         notes=tuple(notes),
         steps_per_exchange=strategy.steps_per_exchange,
+        nic_bytes_per_step=None if nic_share is None else stated * nic_share,
     )
 
 

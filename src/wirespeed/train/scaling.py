@@ -52,7 +52,7 @@ class LossScale:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def change(self) -> float:
-        """What to multiply residuals by before a backward under the current scale; they are taken to be from then on."""
+        """What to multiply residuals by before a backward under the current scale. The caller has to do so."""
         now = self.current()
         factor, self.held = now / self.held, now
         return factor

@@ -33,6 +33,7 @@ from wirespeed.train.report import LossEntry, SessionReport, summarize
 from wirespeed.train.scaling import LossScale
 from wirespeed.train.schedules import GradientBucket, Schedule, make_schedule
 
+
 class Session:
     """A strategy at work on one DDP model of one rank. Made by ``attach``."""
 
@@ -84,8 +85,8 @@ class Session:
             self._events.on_stepped = self._optimizer_stepped
             self._events.on_second_optimizer = self._second_optimizer_stepped
             self._events.on_step = self._step_ended
-            self._events.listen()
             self.switch(strategy)
+            self._events.listen()
 
     # ---------------------------------------------------------------- what the user calls
 
@@ -113,13 +114,15 @@ class Session:
             wire=self._wire,
             residual_norm=self._exchanger.residuals.norm() / self._residual_scale,
             residual_bytes=self._exchanger.residuals.num_bytes,
+            nic_share=self._exchanger.nic_share,
             notes=self.notes,
         )
 
     def synchronize(self) -> None:
         """Make the parameters of all ranks equal now, where the strategy lets them differ between two exchanges.
 
-        All ranks must call it between the same two steps; before a checkpoint or an evaluation that is to stand for all.
+        All ranks must call it between the same two steps; before a checkpoint or an evaluation that is to stand for
+        all.
         """
         self._schedule.synchronize()
         self._exchanger.raise_failure()
@@ -130,9 +133,7 @@ class Session:
         Residuals are kept as without a loss scaler. Under ``local_sgd`` and ``diloco`` ranks hold different parameters
         between two exchanges: save each rank's own model beside its state, or call ``synchronize`` first.
         """
-        return state_of(
-            self._exchanger, self._schedule, scale=self._residual_scale, num_steps=self.clock.num_steps
-        )
+        return state_of(self._exchanger, self._schedule, scale=self._residual_scale, num_steps=self.clock.num_steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state of the same rank in a group of the same size. Raises DataError where it does not fit."""

@@ -40,7 +40,11 @@ def outcome_of(
     per_step = elapsed_steps([[s.step_s for s in t.steps] for t in traces], evaluated)
     kept = period_means(_settled(per_step[:num_steps]), strategy.steps_per_exchange)
     measured_s = median(kept)
-    breakdowns = [b for b in (breakdown_of(t.steps[:num_steps], period=strategy.steps_per_exchange) for t in traces) if b is not None]
+    breakdowns = [
+        b
+        for b in (breakdown_of(t.steps[:num_steps], period=strategy.steps_per_exchange) for t in traces)
+        if b is not None
+    ]
     breakdown = mean_breakdown(breakdowns)
     ends_s = _running_sum(per_step)
     held_out = [entry for entry in traces[0].losses if entry.is_held_out]

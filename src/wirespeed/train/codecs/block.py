@@ -1,9 +1,9 @@
 """int8, int4, sign: quantize by blocks, send each shard to its owner, add there in fp32, quantize again, gather.
 
 Two roundings whatever the number of ranks, and about 2, 1 or 1/4 bytes per element on the wire. Each block carries one
-fp32 scale: its largest magnitude over 127 (int8) or 7 (int4), or its mean magnitude (sign, whose entries are all sent as
-plus or minus that). Both roundings go into residuals: the first into the sender's, the second into the owner's, on its
-shard. A block that holds inf or nan on any rank comes out as nan on every rank; its residual stays as it was.
+fp32 scale: its largest magnitude over 127 (int8) or 7 (int4), or its mean magnitude (sign, whose entries are all sent
+as plus or minus that). Both roundings go into residuals: the first into the sender's, the second into the owner's, on
+its shard. A block that holds inf or nan on any rank comes out as nan on every rank; its residual stays as it was.
 
 One bit cannot say zero: under sign an entry without gradient that shares a block with others moves to and fro by the
 block's scale, and error feedback holds the mean at zero.

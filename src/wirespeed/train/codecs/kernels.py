@@ -51,7 +51,7 @@ class HalfBuffers:
 
 @dataclass
 class BlockBuffers:
-    """Of int8, int4 or sign. ``send_b`` and ``received_b`` hold N records, ``own_b`` one. ``received_b`` takes both collectives' results."""
+    """Of int8, int4, sign. ``send_b`` and ``received_b`` (both collectives' results) hold N records, ``own_b`` one."""
 
     kernels: Kernels
     layout: BlockLayout
@@ -102,7 +102,7 @@ class Kernels(Protocol):
         ...
 
     def block_reduce(self, residual_n: Tensor, buffers: BlockBuffers, rank: int) -> None:
-        """Add the N received records in fp32 and quantize the sum; what that takes away goes to the owner's residual."""
+        """Add the N received records in fp32 and quantize the sum; what is lost goes to the owner's residual."""
         ...
 
     def block_decode(self, grad_n: Tensor, buffers: BlockBuffers) -> None:

@@ -27,11 +27,11 @@ from numba.extending import intrinsic
 
 from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK
 from wirespeed.train.codecs.kernels import (
+    BLOCK_TINY,
     HALF_JUMP_EXPONENT,
     HALF_SCALE_EXPONENT_LIMIT,
     HALF_TARGET_EXPONENT,
     HALF_TINY,
-    BLOCK_TINY,
     TOPK_SCALE_EXPONENT,
     TOPK_SCALE_EXPONENT_MIN,
 )

@@ -31,7 +31,7 @@ def _largest(total: Any, size: int) -> Any:
 
 @_jit
 def _quantize_int4(total: Any, values: Any) -> Any:
-    """Write one block, leave in ``total`` what rounding took away, and give the scale. nan: broken, nothing was done."""
+    """Write one block, leave in ``total`` what rounding took away, give the scale. nan: broken, nothing was done."""
     largest = _largest(total, INT4_BLOCK)
     if largest >= _INF:
         for i in range(_PAIRS):
@@ -58,9 +58,7 @@ def _low(pair: Any) -> Any:
 
 
 @_jit
-def int4_encode(
-    grad: Any, residual: Any, values: Any, scales: Any, shard: int, shard_bytes: int, work: Any
-) -> None:
+def int4_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, shard_bytes: int, work: Any) -> None:
     """``values`` (int8) and ``scales`` (fp32) view the same N records; ``work`` holds two blocks."""
     total = work[:INT4_BLOCK]
     for first in range(0, grad.size, INT4_BLOCK):
@@ -154,9 +152,7 @@ def _quantize_sign(total: Any, magnitudes: Any, values: Any, num_valid: int) -> 
 
 
 @_jit
-def sign_encode(
-    grad: Any, residual: Any, values: Any, scales: Any, shard: int, shard_bytes: int, work: Any
-) -> None:
+def sign_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, shard_bytes: int, work: Any) -> None:
     """``values`` (uint8) and ``scales`` (fp32) view the same N records; ``work`` holds two blocks."""
     total, magnitudes = work[:SIGN_BLOCK], work[SIGN_BLOCK:]
     for first in range(0, grad.size, SIGN_BLOCK):

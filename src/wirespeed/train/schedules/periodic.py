@@ -3,8 +3,8 @@
 No gradient is exchanged in between. After ``period`` optimizer steps ``local_sgd`` sets the parameters of all ranks to
 their average: with dense by averaging them as they are, with another codec by averaging how far each has moved from
 where all last stood (so that the codec has small numbers to encode, and error feedback keeps what it left out).
-``diloco`` (arXiv 2311.08105) takes the mean move as the gradient of an outer optimizer, SGD with Nesterov momentum, that
-steps from where all last stood. After an exchange parameters are equal on all ranks, byte by byte.
+``diloco`` (arXiv 2311.08105) takes the mean move as the gradient of an outer optimizer, SGD with Nesterov momentum,
+that steps from where all last stood. After an exchange parameters are equal on all ranks, byte by byte.
 
 A period counts backwards that synchronise, whether or not a loss scaler lets the optimizer step, because that is what
 all ranks count alike: at a step that ends a period, ranks first agree whether any of them has a gradient that is not
