@@ -394,3 +394,26 @@ report(said=said)
         assert "no_sync" in accumulated[0]
         assert len(detached) == 1
         assert "session.synchronize()" in detached[0]
+
+
+def test_ranks_that_drift_apart_are_told_of_by_hash(tmp_path):
+    results = fine(
+        LOOP
+        + """
+model, ddp, optimizer, session = start("int8")
+take(ddp, optimizer, range(2))
+session.check_agreement()
+if rank == 1:
+    with torch.no_grad():
+        model[0].bias[3] += 1e-3
+try:
+    take(ddp, optimizer, [2])
+    report(error=None)
+except wirespeed.DataError as fault:
+    report(error=str(fault))
+""",
+        tmp_path,
+        num_ranks=3,
+        env={"WIRESPEED_CHECK": "1"},
+    )
+    assert all("parameters differ between ranks: 1 from rank 0" in r["error"] for r in results)

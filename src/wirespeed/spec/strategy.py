@@ -14,7 +14,7 @@ import msgspec
 
 from wirespeed.errors import UsageError
 from wirespeed.records import Collective
-from wirespeed.units import GIB, KIB, MIB, parse_ratio, parse_size
+from wirespeed.units import MIB, exact_percent, exact_size, parse_ratio, parse_size
 
 CodecName = Literal["dense", "half", "int8", "int4", "lowrank", "topk", "sign"]
 Topology = Literal["flat", "hierarchical"]
@@ -144,9 +144,9 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.matrix_rank is not None:
             text += f"@{self.matrix_rank}"
         if self.ratio is not None:
-            text += "@" + _ratio_text(self.ratio)
+            text += "@" + exact_percent(self.ratio)
         if self.bucket_bytes != DEFAULT_BUCKET_BYTES:
-            text += "/" + _exact_size_text(self.bucket_bytes)
+            text += "/" + exact_size(self.bucket_bytes)
         if self.topology != "flat":
             text += "/" + self.topology
         if self.schedule != "every_step":
@@ -311,20 +311,6 @@ def _parse_schedule(part: str, text: str) -> tuple[Schedule, int | None, int]:
             f"got {numbers!r} in strategy {text!r}", expected="PERIOD or PERIOD+WARMUP in steps, as in local_sgd@16+100"
         )
     return schedule, int(period), int(warmup or 0)
-
-
-def _ratio_text(ratio: float) -> str:
-    """The shortest percentage that reads back as this very ratio, such as ``1%``."""
-    percentages = (f"{ratio * 100:.{digits}g}" for digits in range(1, 18))
-    exact = next((text for text in percentages if "e" not in text and float(text) / 100 == ratio), None)
-    return f"{ratio!r}" if exact is None else f"{exact}%"
-
-
-def _exact_size_text(num_bytes: int) -> str:
-    """The size in the largest unit that holds it in whole numbers, such as ``4MiB``."""
-    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
-    factor, unit = next(((factor, unit) for factor, unit in units if num_bytes % factor == 0), (1, "B"))
-    return f"{num_bytes // factor}{unit}"
 
 
 _FIDELITY: dict[CodecName, Fidelity] = {

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from wirespeed.errors import UsageError
 from wirespeed.spec.strategy import FIDELITIES, Fidelity, Strategy
 from wirespeed.spec.strategy_file import read_strategy_text
-from wirespeed.train.session import Session, session_of, start_session
+from wirespeed.train.registry import session_of, start_session
+from wirespeed.train.session import Session
 from wirespeed.train.trace import read_directive
 
 if TYPE_CHECKING:

@@ -22,6 +22,8 @@ class LoopEvents:
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, clock: StepClock) -> None:
         self._module = module
         self._optimizer = optimizer
+        self.optimizers: list[torch.optim.Optimizer] = [] if optimizer is None else [optimizer]
+        """Those that were given or have stepped, in the order in which they first did."""
         self._clock = clock
         self._handles: list[Any] = []
         self._has_forward = False
@@ -56,9 +58,15 @@ class LoopEvents:
         def is_mine(optimizer: torch.optim.Optimizer) -> bool:
             return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
+        def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if is_mine(optimizer):
+                if all(optimizer is not known for known in self.optimizers):
+                    self.optimizers.append(optimizer)
+                self._step_ended()
+
         self._handles += [
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._step_begins() if is_mine(optimizer) else None),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._step_ended() if is_mine(optimizer) else None),
+            register_optimizer_step_post_hook(ends),
         ]
 
     def remove(self) -> None:
@@ -66,6 +74,7 @@ class LoopEvents:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.optimizers.clear()
 
     def _is_training(self) -> bool:
         return torch.is_grad_enabled() and self._module.training

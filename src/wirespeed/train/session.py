@@ -7,11 +7,10 @@ module joins them, and undoes everything in ``detach``.
 
 # No postponed annotations here: DDP inspects the hook's annotations as objects.
 
-import atexit
 import contextlib
-import gc
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,12 +22,13 @@ from wirespeed.errors import UsageError
 from wirespeed.measure.counters import InterfaceCounter, training_interfaces
 from wirespeed.measure.steps import StepClock
 from wirespeed.spec.strategy import Strategy
-from wirespeed.train import ranges
+from wirespeed.train.agreement import check_agreement, is_wanted
 from wirespeed.train.checkpoint import load_state, state_of
 from wirespeed.train.exchanger import Exchanger, finished
 from wirespeed.train.listening import LoopEvents, after_backward, is_in_backward
+from wirespeed.train.optimizer_state import average_state
 from wirespeed.train.rebucket import bucket_bytes_of, rebucket
-from wirespeed.train.refusals import check_forward, check_is_ddp, check_model, check_optimizer, check_scaler
+from wirespeed.train.refusals import check_forward, check_model, check_scaler
 from wirespeed.train.report import LossEntry, SessionReport, summarize
 from wirespeed.train.scaling import LossScale
 from wirespeed.train.schedules import GradientBucket, Schedule, make_schedule
@@ -52,8 +52,7 @@ class Session:
         self._is_silent = is_silent
         """A probe: no gradient is exchanged, ranks train apart and only meet once per step, as an exchange makes them.
         For measuring compute without a network."""
-        self._meets = True
-        """While a probe's ranks still meet once per step."""
+        self._meets = True  # until a probe's rank has ended
         self.group: dist.ProcessGroup = ddp.process_group
         self.num_ranks = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
@@ -66,6 +65,7 @@ class Session:
         self._scale = LossScale(scaler)
         self._hook_reducer: object = None
         self._is_in_backward = False
+        self._checks = is_wanted()
         self._num_backwards = 0
         """Synchronising backwards since residuals were empty or loaded."""
         self._losses: list[LossEntry] = []
@@ -73,6 +73,8 @@ class Session:
         self._begin_listeners: list[Any] = []
         self._step_listeners: list[Any] = []
         self._is_attached = True
+        self.on_detached: Callable[[], object] = lambda: None
+        """Called when the session lets go of the model."""
         self.is_choosing = False
         """While ``auto`` may still switch: ranks then have to take every step together."""
         self.notes: list[str] = []
@@ -127,6 +129,13 @@ class Session:
         self._schedule.synchronize()
         self._exchanger.raise_failure()
 
+    def check_agreement(self) -> None:
+        """Raise DataError where ranks hold different parameters; all ranks call it together.
+
+        With WIRESPEED_CHECK=1 in the environment it is done after every step at which they should be equal.
+        """
+        check_agreement(self._ddp.module, self.group, self.device)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state for a checkpoint: tensors, numbers and text only; no process group, no pickle needed.
 
@@ -144,16 +153,19 @@ class Session:
     def detach(self) -> None:
         """Stop everything; the model goes on with plain dense averaging (DDP keeps its one communication hook).
 
-        Nothing is sent: where ranks hold different parameters at this moment they keep them, and a warning says so.
+        Nothing is sent: where ranks have trained apart they keep what differs, and a warning says so. To go on training
+        without a session, ``switch(Strategy())`` first.
         """
         if not self._is_attached:
             return
-        num_apart = self._schedule.num_steps_apart
+        name, num_apart = self.strategy.name, self._schedule.num_steps_apart
+        has_trained_apart = self._schedule.has_trained_apart
         self._let_go()
-        if num_apart > 0:
+        if has_trained_apart:
+            differs = f"parameters ({num_apart} steps after the last exchange) and " if num_apart > 0 else ""
             warnings.warn(
-                f"wirespeed: detached {num_apart} steps after the last exchange: ranks hold different parameters "
-                "(session.synchronize() before detaching makes them equal)",
+                f"wirespeed: detached from {name!r}: ranks hold different {differs}optimizer state; "
+                "session.synchronize() makes parameters equal, session.switch(Strategy()) both",
                 stacklevel=2,
             )
 
@@ -179,6 +191,8 @@ class Session:
         before = self._schedule
         before.synchronize()
         self._exchanger.raise_failure()
+        if before.has_trained_apart:
+            average_state(self._events.optimizers, self._ddp.module, self._exchanger)
         if not before.sends_gradients:  # what was held back is of parameters
             self._exchanger.residuals.clear()
         before.close()
@@ -310,6 +324,9 @@ class Session:
             )
 
     def _step_ended(self) -> None:
+        if self._checks and self._schedule.num_steps_apart == 0 and not self._is_silent:
+            with self.clock.evaluation():
+                self.check_agreement()
         self._wire.append((self._exchanger.stated_bytes, -1 if self._counter is None else self._counter.tx_bytes()))
         for listener in self._step_listeners:
             listener(self)
@@ -334,7 +351,7 @@ class Session:
         if self._counter is not None:
             self._counter.close()
             self._counter = None
-        _SESSIONS.pop(id(self._ddp), None)
+        self.on_detached()
 
     @staticmethod
     def _open_counter() -> InterfaceCounter | None:
@@ -343,51 +360,6 @@ class Session:
         except Exception as fault:
             warnings.warn(f"wirespeed: bytes on the wire are not counted: {fault}", stacklevel=3)
             return None
-
-
-_SESSIONS: dict[int, Session] = {}
-
-
-def session_of(ddp: DistributedDataParallel) -> Session | None:
-    """The session attached to this model, or None."""
-    return _SESSIONS.get(id(ddp))
-
-
-def start_session(
-    ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer | None,
-    strategy: Strategy,
-    *,
-    scaler: Any = None,
-    is_silent: bool = False,
-    is_inert: bool = False,
-) -> Session:
-    """Make and register a session. Raises UsageError where the model cannot take one."""
-    check_is_ddp(ddp)
-    check_optimizer(optimizer)
-    if session_of(ddp) is not None:
-        raise UsageError("this model has a session already", hint="call session.detach() before attaching again")
-    if not is_inert:
-        check_model(ddp, strategy)
-    if getattr(ddp, "_comm_hooks", None):
-        raise UsageError(
-            "this model has a communication hook already",
-            expected="a DDP model without one",
-            hint="remove its register_comm_hook(...) call: the strategy takes its place",
-        )
-    session = Session(ddp, optimizer, strategy, scaler=scaler, is_silent=is_silent, is_inert=is_inert)
-    if ranges.are_wanted():
-        session.clock.on_event = ranges.StepRanges(ranges.open_backend()).on_event
-    if not _SESSIONS:
-        atexit.register(_release_all)
-    _SESSIONS[id(ddp)] = session
-    return session
-
-
-def _release_all() -> None:
-    for session in list(_SESSIONS.values()):
-        session.release()
-    gc.collect()
 
 
 def exchange_bucket(state: Session, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

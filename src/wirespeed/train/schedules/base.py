@@ -36,6 +36,11 @@ class Schedule(Protocol):
         """Steps since all ranks last held equal parameters; 0 where they always do."""
         ...
 
+    @property
+    def has_trained_apart(self) -> bool:
+        """Whether ranks have taken steps of their own, so that optimizers hold what differs from rank to rank."""
+        ...
+
     def exchange(self, bucket: GradientBucket) -> torch.futures.Future[Tensor]:
         """What the optimizer is given of this bucket, in ``bucket.values``, when the future completes."""
         ...

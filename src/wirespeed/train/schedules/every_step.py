@@ -16,6 +16,7 @@ class EveryStep:
 
     sends_gradients = True
     num_steps_apart = 0
+    has_trained_apart = False
 
     def __init__(self, exchanger: Exchanger) -> None:
         self._exchanger = exchanger

@@ -8,7 +8,8 @@ that steps from where all last stood. After an exchange parameters are equal on 
 
 A period counts backwards that synchronise, whether or not a loss scaler lets the optimizer step, because that is what
 all ranks count alike: at a step that ends a period, ranks first agree whether any of them has a gradient that is not
-finite, and then all have. The optimizer's own state stays with its rank. Floating-point buffers that belong to the
+finite, and then all have. The optimizer's own state stays with its rank (a session that switches to exchanging
+gradients again averages it). Floating-point buffers that belong to the
 model's state (running means) are averaged too; DDP's broadcast of buffers before every forward is off meanwhile.
 
 It can be wrong to look between two exchanges: ranks then hold different parameters.
@@ -95,6 +96,11 @@ class Periodic:
         """Steps since the last exchange."""
         return self._num_apart
 
+    @property
+    def has_trained_apart(self) -> bool:
+        """Whether the local phase has begun."""
+        return self._num_synced > self._warmup_steps or self._fragments is not None
+
     def exchange(self, bucket: GradientBucket) -> torch.futures.Future[Tensor]:
         """While warming up the average over the ranks; afterwards this rank's own gradients."""
         is_local = self._num_synced >= self._warmup_steps
@@ -161,8 +167,12 @@ class Periodic:
     def _agree_on_overflow(self, values: Tensor) -> None:
         """A loss scaler must skip on all ranks or on none: where one has inf or nan, all are given nan."""
         flag = torch.tensor([float(self._is_bad)], device=values.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._exchanger.group)
         self._is_bad = False
+        try:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._exchanger.group)
+        except RuntimeError as fault:  # raised from here, it would come out of DDP's reducer as something else
+            self._exchanger.fail(fault)
+            return
         if values.is_cuda:  # without asking the device
             values.add_(torch.where(flag > 0, torch.nan, 0.0).to(values.dtype))
         elif bool(flag > 0):
@@ -229,27 +239,26 @@ class Periodic:
         if self._fragments is None:
             self._part()
         assert self._fragments is not None
-        futures = []
-        for fragment in self._fragments:
-            fragment.read()
-            if self._keeps_base:
-                fragment.values.sub_(fragment.base)
-            futures.append(
-                self._exchanger.average(
-                    fragment.values, bucket=fragment.index, names=fragment.names, shapes=fragment.shapes
-                )
-            )
-        buffers, buffers_future = self._send_buffers()
         try:
+            futures = [self._send(fragment) for fragment in self._fragments]
+            buffers, buffers_future = self._send_buffers()
             for fragment, future in zip(self._fragments, futures, strict=True):
                 future.wait()
                 self._exchanger.raise_failure()
                 self._apply(fragment)
             if buffers_future is not None:
                 _write_flat(buffers, buffers_future.wait())
-        except Exception as fault:
+        except RuntimeError as fault:
             self._exchanger.fail(fault)
             self._exchanger.raise_failure()
+
+    def _send(self, fragment: _Fragment) -> torch.futures.Future[Tensor]:
+        fragment.read()
+        if self._keeps_base:
+            fragment.values.sub_(fragment.base)
+        return self._exchanger.average(
+            fragment.values, bucket=fragment.index, names=fragment.names, shapes=fragment.shapes
+        )
 
     def _apply(self, fragment: _Fragment) -> None:
         """Set the parameters from the average in ``values``."""
