@@ -27,7 +27,7 @@ def check_agreement(module: torch.nn.Module, group: dist.ProcessGroup, device: t
     digest = hashlib.sha256()
     for parameter in module.parameters():
         content = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        digest.update(memoryview(content.numpy()))
+        digest.update(content.numpy().data)
     mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)

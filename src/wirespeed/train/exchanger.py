@@ -31,6 +31,7 @@ from wirespeed.train.undo import Undo
 
 KEPT_BUCKET_TIMES = 4096
 _CONVERTED = (torch.float16, torch.bfloat16)
+_DENSE = Strategy()
 
 
 class Exchanger:
@@ -63,6 +64,8 @@ class Exchanger:
         self._scratch: dict[tuple[str, ...], Tensor] = {}
         self._warned: set[str] = set()
         self._failure: Exception | None = None
+        self._dense_sizes: dict[int, tuple[int, int]] = {}
+        """Bytes stated for dense buckets by their size: looked up, because dense is held to cost nothing."""
         self._lock = threading.Lock()
         """For the count of bytes: the delayed schedule also begins exchanges from a lane."""
 
@@ -190,7 +193,7 @@ class Exchanger:
     def all_reduce(self, values: Tensor) -> torch.futures.Future[Tensor]:
         """Average as DDP does: divide, then one all_reduce in the values' own type."""
         size_bytes = values.numel() * values.element_size()
-        self._count(Strategy(), size_bytes // 4, None)
+        self._count(_DENSE, size_bytes // 4, None)
         values.div_(self.num_ranks)
         work = dist.all_reduce(values, group=self.group, async_op=True)
         watched = self.undo if self.undo.is_on else None
@@ -220,19 +223,25 @@ class Exchanger:
             warnings.warn(f"wirespeed: {text}", stacklevel=4)
 
     def _count(self, strategy: Strategy, num_elements: int, shapes: Shapes | None) -> None:
-        per_host, sent_by_host = 1, 0
-        if self._layout is not None:
-            per_host = self._layout.ranks_per_host
-            sent_by_host = strategy.nic_bytes(num_elements, self.num_ranks, shapes, ranks_per_host=per_host)
-        sent = strategy.wire_bytes(num_elements, self.num_ranks, shapes, ranks_per_host=per_host)
+        is_dense = strategy.codec == "dense" and strategy.topology == "flat"
+        sent = self._dense_sizes.get(num_elements) if is_dense else None
+        if sent is None:
+            per_host = 1 if self._layout is None else self._layout.ranks_per_host
+            sent = (
+                strategy.wire_bytes(num_elements, self.num_ranks, shapes, ranks_per_host=per_host),
+                strategy.nic_bytes(num_elements, self.num_ranks, shapes, ranks_per_host=per_host),
+            )
+            if is_dense:
+                self._dense_sizes[num_elements] = sent
         with self._lock:
-            self.stated_bytes += sent
-            self.stated_nic_bytes += sent_by_host
+            self.stated_bytes += sent[0]
+            self.stated_nic_bytes += sent[1]
 
     def _hosts(self) -> HostLayout:
         """Which ranks share a host; asked once."""
         if self._layout is None:
             self._layout = host_layout(self.group, self.device)
+            self._dense_sizes.clear()
         if len(self._layout.hosts) == 1:
             raise UsageError(
                 f"all {self.num_ranks} ranks are on one host",

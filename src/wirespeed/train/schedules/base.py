@@ -28,8 +28,10 @@ class GradientBucket:
 class Schedule(Protocol):
     """One schedule at work on one model of one rank."""
 
-    sends_gradients: bool
-    """Whether the next backward's gradients are what is exchanged (residuals are then theirs)."""
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether the next backward's gradients are what is exchanged (residuals are then theirs)."""
+        ...
 
     @property
     def num_steps_apart(self) -> int:
