@@ -50,7 +50,8 @@ class Exchanger:
         self.stated_bytes = 0
         """What this rank has sent, by what strategies say."""
         self.stated_nic_bytes = 0
-        """What its whole host has sent to other hosts."""
+        """What its whole host has sent to other hosts, since ranks were asked which of them share one."""
+        self._asked_at_bytes = 0
         self.bucket_times: deque[BucketTimes] = deque(maxlen=KEPT_BUCKET_TIMES)
         self._codec: Codec | None = None
         self._lanes: Lanes | None = None
@@ -82,9 +83,8 @@ class Exchanger:
     @property
     def nic_share(self) -> float | None:
         """Bytes that the host sends to others over those that this rank sends; None where hosts were not asked for."""
-        if self._layout is None or self.stated_bytes == 0:
-            return None
-        return self.stated_nic_bytes / self.stated_bytes
+        sent = self.stated_bytes - self._asked_at_bytes
+        return None if self._layout is None or sent == 0 else self.stated_nic_bytes / sent
 
     def use(self, strategy: Strategy) -> None:
         """Exchange with ``strategy`` from the next bucket on."""
@@ -242,6 +242,7 @@ class Exchanger:
         if self._layout is None:
             self._layout = host_layout(self.group, self.device)
             self._dense_sizes.clear()
+            self._asked_at_bytes, self.stated_nic_bytes = self.stated_bytes, 0
         if len(self._layout.hosts) == 1:
             raise UsageError(
                 f"all {self.num_ranks} ranks are on one host",
