@@ -82,6 +82,16 @@ class TestSpace:
         found = {(s.schedule, s.period) for s in legal_strategies(workload, "lossy", **asked)}
         assert found == {("every_step", None), ("delayed", None), ("local_sgd", 4), ("local_sgd", 16)}
 
+    def test_shares_of_a_host_cross_its_nic_together(self):
+        workload = msgspec.structs.replace(gigabit_workload(), num_ranks=8, ranks_per_host=2)
+        costs = costs_of(workload, gigabit_fabric())
+        among_hosts = costs_of(msgspec.structs.replace(workload, num_ranks=4, ranks_per_host=1), gigabit_fabric())
+        one, both = (Transfer(collective="all_to_all", size_bytes=size) for size in (MIB, 2 * MIB))
+        between = msgspec.structs.replace(one, scope="between")
+        assert costs.transfer(between).seconds == among_hosts.transfer(both).seconds
+        hierarchical = legal_strategies(workload, "compressed", topologies=("flat", "hierarchical"))
+        assert {s.codec for s in hierarchical if s.topology == "hierarchical"} == {"dense", "half", "int8"}
+
     def test_a_period_makes_the_baseline_no_other(self):
         fabric, workload = gigabit_fabric(), gigabit_workload()
         names = ["dense", "dense/local_sgd@16", "int8/diloco@4", "dense/delayed"]

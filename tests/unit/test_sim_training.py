@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from wirespeed.errors import UsageError
+from wirespeed.errors import DataError, UsageError
 from wirespeed.sim import ScaledCosts, StageCost, TransferCost, fill_buckets, predict_step, simulate_step
 from wirespeed.sim.flow import Exchange, fair_level, run_step
 from wirespeed.sim.training import STAGES
@@ -341,3 +341,24 @@ class TestSchedules:
         once = predict_step(workload([1.0]), Strategy.parse("int8"), costs).wire_bytes
         assert predict_step(workload([1.0]), Strategy.parse("int8/diloco@4"), costs).wire_bytes == round(once / 4)
         assert predict_step(workload([1.0]), Strategy.parse("int8/delayed"), costs).wire_bytes == once
+
+
+class TestHierarchical:
+    def step(self, name: str, *, num_ranks: int = 4, ranks_per_host: int = 2):
+        import msgspec
+
+        spread = msgspec.structs.replace(workload([1.0]), num_ranks=num_ranks, ranks_per_host=ranks_per_host)
+        return simulate_step(spread, Strategy.parse(name), FixedCosts(wire_s=0.25, stage_s=0.1))
+
+    def test_a_bucket_takes_its_hops_in_turn(self):
+        # Inside, two hops between, inside: 4 x 0.25. Encode, reduce and decode; split and join cost what dense's do: 0.
+        assert self.step("int8/1MiB/hierarchical").exposed_s == pytest.approx(1.0 + 0.3)
+        assert self.step("dense/1MiB/hierarchical").exposed_s == pytest.approx(0.75)
+
+    def test_one_rank_per_host_is_flat(self):
+        assert self.step("int8/1MiB/hierarchical", ranks_per_host=1).step_s == self.step("int8/1MiB").step_s
+
+    @pytest.mark.parametrize(("num_ranks", "ranks_per_host"), [(4, 4), (6, 4)])
+    def test_ranks_that_do_not_fill_two_hosts_are_refused(self, num_ranks: int, ranks_per_host: int):
+        with pytest.raises(DataError, match="two hosts or more"):
+            self.step("int8/1MiB/hierarchical", num_ranks=num_ranks, ranks_per_host=ranks_per_host)

@@ -1,6 +1,7 @@
 """The space of strategies: every legal combination for a workload, down to the fidelity that is allowed.
 
-Only strategies that exchange every step are tried unless other schedules are asked for. A longer period is always
+Only flat strategies that exchange every step are tried unless others are asked for. Whether hosts have as many ranks
+each, as a hierarchical one needs, is known to the ranks alone. A longer period is always
 predicted to be faster, and no prediction sees what it costs the loss: which period a model bears has to be tried, by
 name (``wirespeed tune --strategies local_sgd@8``).
 
@@ -22,6 +23,7 @@ from wirespeed.spec.strategy import (
     Fidelity,
     Schedule,
     Strategy,
+    Topology,
 )
 from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.units import MIB
@@ -42,6 +44,7 @@ def legal_strategies(
     matrix_ranks: Sequence[int] = LOWRANK_RANKS,
     schedules: Sequence[Schedule] = ("every_step",),
     periods: Sequence[int] = PERIODS,
+    topologies: Sequence[Topology] = ("flat",),
 ) -> tuple[Strategy, ...]:
     """Strategies at least as faithful as ``fidelity``, most faithful first, and always the default, dense."""
     if fidelity not in FIDELITIES:
@@ -52,15 +55,18 @@ def legal_strategies(
     for codec in codecs:
         for ratio in ratios if codec == "topk" else (None,):
             for matrix_rank in matrix_ranks if codec == "lowrank" else (None,):
+                where = [t for t in topologies if t == "flat" or codec != "lowrank"]
                 found += [
                     Strategy(
                         codec=codec,
                         ratio=ratio,
                         matrix_rank=matrix_rank,
                         bucket_bytes=size,
+                        topology=topology,
                         schedule=schedule,
                         period=period,
                     )
+                    for topology in where
                     for schedule, period in when
                     for size in sizes
                 ]

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from wirespeed.errors import DataError
 from wirespeed.sim.costs import ScaledCosts, StepCosts
 from wirespeed.sim.flow import Exchange, Span, run_step
 from wirespeed.spec.prediction import Prediction, Resource
@@ -233,6 +234,11 @@ def _price(
 ) -> tuple[Exchange, float, float, float, bool]:
     """The exchange of one bucket, and its codec seconds, wire seconds, lower bound and whether curves cover it."""
     per_host = workload.ranks_per_host
+    if strategy.topology == "hierarchical" and (workload.num_ranks <= per_host or workload.num_ranks % per_host):
+        raise DataError(
+            f"{strategy.name} among {workload.num_ranks} ranks, {per_host} per host",
+            expected="two hosts or more, with as many ranks on each",
+        )
     needed = strategy.transfers(bucket.num_elements, workload.num_ranks, bucket.shapes, ranks_per_host=per_host)
     transfers = [costs.transfer(t) for t in needed]
     if not transfers:
