@@ -1,5 +1,6 @@
 """What users of DistributedDataParallel do beside a plain loop, under every codec: it works, or it is refused in words."""
 
+import pytest
 from ranks import fine
 
 CODECS = ["half", "int8", "int4", "sign", "topk@5%", "lowrank@4"]
@@ -34,6 +35,7 @@ def distance(one, other, start):
 """
 
 
+@pytest.mark.slow
 def test_bucket_views_accumulation_and_clipping_change_nothing_they_should_not(tmp_path):
     results = fine(
         TRAIN
@@ -135,6 +137,7 @@ def scaled(strategy, bad_step, *, is_given, scaler=True):
 """
 
 
+@pytest.mark.slow
 def test_a_loss_scaler_changes_nothing_and_a_skipped_step_leaves_no_trace(tmp_path):
     # Scales are powers of two, so every codec's rounding scales exactly: with the scaler, its scale growing every second
     # step and one step skipped, parameters and residuals equal those of a run that never had that step.
@@ -179,6 +182,7 @@ report(agree=agree(model), first=scales[0], finite=bool(torch.isfinite(residual)
     assert all(r == {"agree": True, "first": 512.0, "finite": True} for r in results)
 
 
+@pytest.mark.slow
 def test_uneven_inputs_are_joined_or_refused(tmp_path):
     results = fine(
         TRAIN

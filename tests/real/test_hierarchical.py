@@ -1,5 +1,6 @@
 """The hierarchical topology on real ranks that say they are on two hosts: averages, agreement, bytes, refusals."""
 
+import pytest
 from ranks import fine
 
 LOOP = """
@@ -27,6 +28,7 @@ def distance(one, other):
 """
 
 
+@pytest.mark.slow
 def test_two_hosts_of_two_ranks_average_as_four_ranks_do(tmp_path):
     results = fine(
         LOOP

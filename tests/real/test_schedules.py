@@ -57,6 +57,7 @@ report(distances=distances)
     assert all(len(r["distances"]) == 4 and max(r["distances"]) < ROUNDING for r in results)
 
 
+@pytest.mark.slow
 def test_ranks_are_equal_after_an_exchange_and_only_then(tmp_path):
     names = ["dense/local_sgd@3", "int8/64KiB/local_sgd@3", "topk@5%/local_sgd@3", "half/local_sgd@3"]
     names += ["sign/local_sgd@3", "dense/diloco@3", "int8/diloco@3", "int4/diloco@3"]
@@ -174,6 +175,7 @@ report(told=told)
         assert result["told"]["int8/64KiB/delayed"]["distance"] < 5e-2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_within_a_period_resumes_bit_by_bit(tmp_path):
     names = [
         "dense/local_sgd@4",
