@@ -16,7 +16,7 @@ from wirespeed.spec.comparison import StrategyOutcome
 from wirespeed.spec.strategy import Strategy
 from wirespeed.train.trace import RunDirective, decode_trace, write_directive
 from wirespeed.tune import compare
-from wirespeed.tune.places import LabPlace, worker_command
+from wirespeed.tune.places import LabPlace, LoopbackPlace, worker_command
 from wirespeed.tune.verdict import raise_unless_fine
 from wirespeed.tune.watch import Watch
 
@@ -41,22 +41,27 @@ class Arm:
 
 
 class Arena:
-    """A lab in which arms run. Use as a context manager."""
+    """Where arms run: a lab of this description, or ranks of this machine on loopback. Use as a context manager."""
 
-    def __init__(self, spec: str, script: str, arguments: tuple[str, ...] = ()) -> None:
-        self._lab = Lab(LabSpec.parse(spec))
+    def __init__(self, spec: str | int, script: str, arguments: tuple[str, ...] = ()) -> None:
+        self._lab = Lab(LabSpec.parse(spec)) if isinstance(spec, str) else None
+        self._place: LabPlace | LoopbackPlace
+        if isinstance(spec, int):
+            self._place = LoopbackPlace(spec, why="only what is learned counts")
         self._script = script
         self._arguments = arguments
         self._folder = tempfile.TemporaryDirectory(prefix="wirespeed-bench-")
         self._num_runs = 0
 
     def __enter__(self) -> Arena:
-        self._lab.up()
-        self._place = LabPlace(self._lab)
+        if self._lab is not None:
+            self._lab.up()
+            self._place = LabPlace(self._lab)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lab.down()
+        if self._lab is not None:
+            self._lab.down()
         self._folder.cleanup()
 
     def run(

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from wirespeed.train.session import Session, _after_backward
+from wirespeed.train.listening import after_backward
+from wirespeed.train.session import Session
 from wirespeed.tune import worker
 
 POWERSGD_START = 2
@@ -46,7 +47,7 @@ def install(peer: str) -> None:
     def exchange(session: Session, bucket: Any) -> Any:
         if bucket.is_last():
             session.clock.mark("last_bucket_ready")
-            _after_backward(session._backward_ended)
+            after_backward(session._backward_ended)
         else:
             session.clock.mark("bucket_ready")
         hook, state = held.setdefault(id(session), make_hook(peer))

@@ -22,7 +22,7 @@ from _harness import Bar, Runs, arguments, finish, run_interleaved
 from wirespeed.cli import render
 from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK, Strategy
 from wirespeed.train.codecs import kernels_for, make_codec, warm_up
-from wirespeed.train.codecs.kernels import HalfBuffers, Int8Buffers, TopkBuffers
+from wirespeed.train.codecs.kernels import BlockBuffers, HalfBuffers, TopkBuffers
 
 ELEMENTS = 25 * 2**20 // 4
 RANKS = 4
@@ -43,11 +43,17 @@ class Bench:
         self.result = torch.empty(ELEMENTS)
         self.kernels = kernels_for("auto", CPU)
         self.half: HalfBuffers = self._buffers(Strategy(codec="half"))
-        self.int8: Int8Buffers = self._buffers(Strategy(codec="int8"))
+        self.int8: BlockBuffers = self._buffers(Strategy(codec="int8"))
         self.topk: TopkBuffers = self._buffers(Strategy(codec="topk", ratio=RATIO))
         # As after many steps: int8 holds back a fraction of a step, top-k several gradients.
         self.held_int8 = torch.randn(ELEMENTS, generator=source) * 0.01
         self.held_topk = torch.randn(ELEMENTS, generator=source) * 3
+        self.packed: dict[str, BlockBuffers] = {
+            "int4": self._buffers(Strategy(codec="int4")),
+            "sign": self._buffers(Strategy(codec="sign")),
+        }
+        self.held_packed = {name: torch.randn(ELEMENTS, generator=source) * 0.5 for name in self.packed}
+        self.before_packed = {name: torch.empty(ELEMENTS) for name in self.packed}
         self.before_int8, self.before_topk = torch.empty(ELEMENTS), torch.empty(ELEMENTS)
         self.magnitude = self.grad.abs()
         k = self.topk.layout.num_entries
@@ -63,9 +69,15 @@ class Bench:
             "memcpy": lambda: self.copy.copy_(self.grad),
             "half encode": lambda: k.half_encode(self.grad, self.half),
             "half decode": lambda: k.half_decode(self.result, self.half),
-            INT8_ENCODE: lambda: k.int8_encode(self.grad, self.held_int8, self.int8),
-            INT8_REDUCE: lambda: k.int8_reduce(self.held_int8, self.int8, 0),
-            "int8 decode": lambda: k.int8_decode(self.result, self.int8),
+            INT8_ENCODE: lambda: k.block_encode(self.grad, self.held_int8, self.int8),
+            INT8_REDUCE: lambda: k.block_reduce(self.held_int8, self.int8, 0),
+            "int8 decode": lambda: k.block_decode(self.result, self.int8),
+            "int4 encode": lambda: k.block_encode(self.grad, self.held_packed["int4"], self.packed["int4"]),
+            "int4 decode-and-add": lambda: k.block_reduce(self.held_packed["int4"], self.packed["int4"], 0),
+            "int4 decode": lambda: k.block_decode(self.result, self.packed["int4"]),
+            "sign encode": lambda: k.block_encode(self.grad, self.held_packed["sign"], self.packed["sign"]),
+            "sign decode-and-add": lambda: k.block_reduce(self.held_packed["sign"], self.packed["sign"], 0),
+            "sign decode": lambda: k.block_decode(self.result, self.packed["sign"]),
             TOPK_ENCODE: lambda: k.topk_encode(self.grad, self.held_topk, self.topk),
             "top-k 1 % decode": lambda: k.topk_decode(self.result, self.topk),
             PEER: lambda: torch.topk(self.magnitude, len(self.peer_out[0]), sorted=False, out=self.peer_out),
@@ -79,11 +91,15 @@ class Bench:
         self.received = shard.clone()
         self.int8.received_b.view(RANKS, -1).copy_(shard)
         self.topk.gathered_b.view(RANKS, -1).copy_(self.topk.send_b)
+        for name, buffers in self.packed.items():
+            self.before_packed[name].copy_(self.held_packed[name])
+            buffers.received_b.view(RANKS, -1).copy_(buffers.send_b.view(RANKS, -1)[0])
 
     def check_round(self) -> None:
         """Raise where the timed runs lost something or did not do the whole work."""
         assert (self.half.send_n.float() / 4096).isfinite().all()
         self._check_int8()
+        self._check_packed()
         self._check_topk()
 
     def _check_int8(self) -> None:
@@ -95,6 +111,19 @@ class Bench:
         sent[: layout.shard] += self._decoded(self.int8.own_b) - summed
         error = (sent + self.held_int8 - wanted).abs().max()
         assert error < 2e-5, f"int8 lost {error}"
+
+    def _check_packed(self) -> None:
+        """Of the shards that other ranks own: what was sent and what is held back are what there was."""
+        for name, buffers in self.packed.items():
+            decoded = torch.empty(ELEMENTS)
+            received = buffers.received_b.clone()
+            buffers.received_b.copy_(buffers.send_b)
+            self.kernels.block_decode(decoded, buffers)
+            buffers.received_b.copy_(received)
+            first = buffers.layout.shard
+            wanted = (self.grad + self.before_packed[name])[first:]
+            error = (decoded[first:] * RANKS + self.held_packed[name][first:] - wanted).abs().max()
+            assert error < 2e-5, f"{name} lost {error}"
 
     def _decoded(self, records_b: Tensor) -> Tensor:
         rows = records_b.view(-1, self.int8.layout.shard_bytes)

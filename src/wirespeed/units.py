@@ -95,6 +95,20 @@ def parse_ratio(text: str) -> float:
     return ratio
 
 
+def exact_percent(fraction: float) -> str:
+    """The shortest percentage that ``parse_ratio`` reads back as this very fraction, such as ``1%``."""
+    percentages = (f"{fraction * 100:.{digits}g}" for digits in range(1, 18))
+    exact = next((text for text in percentages if "e" not in text and float(text) / 100 == fraction), None)
+    return f"{fraction!r}" if exact is None else f"{exact}%"
+
+
+def exact_size(num_bytes: int) -> str:
+    """The size in the largest unit that holds it in whole numbers, such as ``4MiB``; ``parse_size`` reads it back."""
+    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+    factor, unit = next(((factor, unit) for factor, unit in units if num_bytes % factor == 0), (1, "B"))
+    return f"{num_bytes // factor}{unit}"
+
+
 def _scaled(value: float, steps: list[tuple[float, str]], digits: int) -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {next(unit for factor, unit in steps if factor == 1)}"

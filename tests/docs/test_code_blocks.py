@@ -17,7 +17,7 @@ from code_blocks import Block, missing_line, read_blocks, shape
 
 from wirespeed.fabric.files import read_fabric
 from wirespeed.lab import why_unavailable
-from wirespeed.spec.strategy import read_strategy_text
+from wirespeed.spec.strategy_file import read_strategy_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])

@@ -252,3 +252,19 @@ def test_lanes_are_a_flow_shop_when_nothing_is_shared(num_buckets, encode_s, hop
     expected_s = sum(lanes_s) + (num_buckets - 1) * max(lanes_s)
     step = simulate_step(workload, Strategy(codec="int8", bucket_bytes=2**20), Costs())
     assert step.step_s == pytest.approx(expected_s, rel=1e-9)
+
+
+@laws
+@given(workloads(), strategies, costs, st.integers(2, 50))
+def test_a_schedule_that_waits_less_is_never_slower(workload, strategy, cost, period):
+    def step_s(schedule, period=None):
+        other = msgspec.structs.replace(strategy, schedule=schedule, period=period)
+        found = simulate_step(workload, other, cost)
+        assert found.step_s >= max(workload.compute_s, found.lower_bound_s) * (1 - ROUNDING)
+        return found.step_s
+
+    assert step_s("delayed") <= step_s("every_step") * (1 + ANOMALY)
+    # Twice the period is half the exchange: steps lie between compute and the shorter period's.
+    shorter, longer = step_s("local_sgd", period), step_s("local_sgd", 2 * period)
+    assert shorter - workload.compute_s == pytest.approx(2 * (longer - workload.compute_s), rel=1e-6, abs=1e-9)
+    assert step_s("diloco", period) == shorter

@@ -185,7 +185,6 @@ def test_detaching_leaves_a_model_that_trains_densely(tmp_path):
         + """
 model, session = train("topk@5%")
 session.detach()
-ddp = wirespeed.train.session._SESSIONS
 model2 = make_model()
 ddp = DDP(model2)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)

@@ -10,14 +10,34 @@ torch = pytest.importorskip("torch")
 
 from codec_group import CPU, Group, bytes_of, gradients  # noqa: E402
 from wirespeed.errors import UsageError  # noqa: E402
-from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK, Strategy, int8_shard_elements, topk_counts  # noqa: E402
+from wirespeed.spec.strategy import (  # noqa: E402
+    INT4_BLOCK,
+    INT8_BLOCK,
+    SIGN_BLOCK,
+    TOPK_CHUNK,
+    Strategy,
+    block_shard_elements,
+    topk_counts,
+)
 from wirespeed.train.codecs import has_numba, kernels_for, make_codec, warm_up  # noqa: E402
 from wirespeed.train.codecs.kernels import half_limit  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 needs_numba = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
-NAMES = ["dense", "half", "int8", "topk@1%", "topk@0.1%", "topk@10%", "topk@50%", "lowrank@4", "lowrank@1"]
+NAMES = [
+    "dense",
+    "half",
+    "int8",
+    "int4",
+    "sign",
+    "topk@1%",
+    "topk@0.1%",
+    "topk@10%",
+    "topk@50%",
+    "lowrank@4",
+    "lowrank@1",
+]
 SIZES = [1, 5, 1023, 1024, 1025, 16384, 16385]
 KERNELS = ["torch", pytest.param("numba", marks=needs_numba)]
 
@@ -78,7 +98,7 @@ def test_both_kernels_give_equal_bytes(name: str, kind: str):
 
 
 @needs_numba
-@pytest.mark.parametrize("name", ["int8", "topk@1%"])
+@pytest.mark.parametrize("name", ["int8", "int4", "sign", "topk@1%"])
 def test_both_kernels_give_equal_bytes_where_something_is_not_finite(name: str):
     groups = [Group(name, 18001, 3, kernels) for kernels in ("numba", "torch")]
     for bad in (math.nan, math.inf, -math.inf):
@@ -116,7 +136,10 @@ def test_compiled_fp16_rounds_every_value_as_the_hardware_does():
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("name", "unit"), [("half", 1), ("int8", INT8_BLOCK), ("topk@1%", TOPK_CHUNK)])
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [("half", 1), ("int8", INT8_BLOCK), ("int4", INT4_BLOCK), ("sign", SIGN_BLOCK), ("topk@1%", TOPK_CHUNK)],
+)
 def test_what_is_not_finite_on_one_rank_is_nan_on_all_and_leaves_no_trace(name: str, unit: int, bad: float, kernels):
     num_elements, place = 33000, 20000
     group = Group(name, num_elements, 3, kernels)
@@ -291,8 +314,30 @@ def test_warm_up_leaves_nothing_behind(kernels):
 
 
 def test_shards_are_padded_to_whole_blocks_and_owned_in_order():
-    from wirespeed.train.codecs.layout import Int8Layout
+    from wirespeed.train.codecs.layout import BlockLayout
 
-    layout = Int8Layout.of(2500, 4)
-    assert int8_shard_elements(2500, 4) == 1024  # 625 per rank, one block
+    layout = BlockLayout.of("int8", 2500, 4)
+    assert block_shard_elements("int8", 2500, 4) == 1024  # 625 per rank, one block
     assert [layout.owned(rank) for rank in range(4)] == [(0, 1024), (1024, 1024), (2048, 452), (2500, 0)]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_int4_packs_two_entries_to_a_byte_and_sign_eight(kernels):
+    grads = [torch.zeros(1300), torch.zeros(1300)]
+    grads[0][0], grads[0][128], grads[0][1], grads[0][256] = 7.0, -7.0, 3.0, 14.0
+    int4 = Group("int4", 1300, 2, kernels)
+    sent = int4.step([g.clone() for g in grads])[0][0].send
+    # Entry 0 is 7 and entry 128, in the high half of the same byte, is -7: 0x97. Entry 1 is 3. The next block begins with
+    # 14 = 7 x 2. The scales follow the 768 elements of the shard (3 blocks for 650), 4 bits each: 1, and 2.
+    assert sent[:2].tolist() == [0x97, 0x03]
+    assert sent[128].item() == 0x07
+    assert sent[384:396].view(torch.float32).tolist() == [1.0, 2.0, 0.0]
+    sign = Group("sign", 1300, 2, kernels)
+    grads = [torch.full((1300,), -2.0), torch.zeros(1300)]
+    grads[0][0], grads[0][128], grads[0][129] = 2.0, 2.0, 2.0
+    sent = sign.step(grads)[0][0].send
+    # Bit k of byte j is entry 128 k + j: entries 0 and 128 are bits 0 and 1 of byte 0, entry 129 is bit 1 of byte 1.
+    assert sent[:3].tolist() == [0b11, 0b10, 0]
+    assert sent[128:132].view(torch.float32).tolist() == [2.0]
+    # The other shard holds 276 of 1024 entries: the mean is over those.
+    assert sent[132 + 128 : 132 + 132].view(torch.float32).tolist() == pytest.approx([2.0], rel=1e-6)

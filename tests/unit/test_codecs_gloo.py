@@ -17,7 +17,7 @@ from wirespeed.train.codecs import has_numba, make_codec  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-NAMES = ("dense", "half", "int8", "topk@1%", "lowrank@4")
+NAMES = ("dense", "half", "int8", "int4", "sign", "topk@1%", "lowrank@4")
 NUM_RANKS, NUM_ELEMENTS, NUM_STEPS = 3, 40_001, 2
 
 

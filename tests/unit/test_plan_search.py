@@ -74,6 +74,33 @@ class TestSpace:
         assert {s.codec for s in legal_strategies(workload, "compressed")} == {"dense", "half", "int8", "lowrank"}
         assert {s.ratio for s in legal_strategies(workload, "lossy")} == {None, 0.01, 0.02, 0.05, 0.1}
 
+    def test_other_schedules_are_tried_only_when_asked_for_and_allowed(self):
+        workload = gigabit_workload()
+        asked = {"schedules": ("every_step", "delayed", "local_sgd"), "periods": (4, 16)}
+        assert {s.schedule for s in legal_strategies(workload, "lossy")} == {"every_step"}
+        assert {s.schedule for s in legal_strategies(workload, "compressed", **asked)} == {"every_step"}
+        found = {(s.schedule, s.period) for s in legal_strategies(workload, "lossy", **asked)}
+        assert found == {("every_step", None), ("delayed", None), ("local_sgd", 4), ("local_sgd", 16)}
+
+    def test_shares_of_a_host_cross_its_nic_together(self):
+        workload = msgspec.structs.replace(gigabit_workload(), num_ranks=8, ranks_per_host=2)
+        costs = costs_of(workload, gigabit_fabric())
+        among_hosts = costs_of(msgspec.structs.replace(workload, num_ranks=4, ranks_per_host=1), gigabit_fabric())
+        one, both = (Transfer(collective="all_to_all", size_bytes=size) for size in (MIB, 2 * MIB))
+        between = msgspec.structs.replace(one, scope="between")
+        assert costs.transfer(between).seconds == among_hosts.transfer(both).seconds
+        hierarchical = legal_strategies(workload, "compressed", topologies=("flat", "hierarchical"))
+        assert {s.codec for s in hierarchical if s.topology == "hierarchical"} == {"dense", "half", "int8"}
+
+    def test_a_period_makes_the_baseline_no_other(self):
+        fabric, workload = gigabit_fabric(), gigabit_workload()
+        names = ["dense", "dense/local_sgd@16", "int8/diloco@4", "dense/delayed"]
+        found = search(workload, fabric, "lossy", strategies=[Strategy.parse(name) for name in names])
+        choice = choose(found.predictions, "lossy")
+        assert choice.baseline.strategy == Strategy()
+        assert choice.strategy.name == "dense/local_sgd@16"
+        assert choose(found.predictions, "compressed").strategy == Strategy()
+
     def test_the_default_strategy_comes_first_and_none_twice(self):
         found = legal_strategies(gigabit_workload(), "lossy")
         assert found[0] == Strategy()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from wirespeed.errors import UsageError
+from wirespeed.errors import DataError, UsageError
 from wirespeed.sim import ScaledCosts, StageCost, TransferCost, fill_buckets, predict_step, simulate_step
 from wirespeed.sim.flow import Exchange, fair_level, run_step
 from wirespeed.sim.training import STAGES
@@ -303,3 +303,62 @@ class TestPrediction:
 def test_every_codec_has_one_stage_more_than_transfers():
     for codec in CODECS:
         assert len(STAGES[codec]) == len(Strategy(codec=codec).transfers(1000, 4)) + 1
+
+
+class TestSchedules:
+    """Compute takes 2 s: 1 s of backward and 1 s of all the rest. One bucket, ready at the end of backward."""
+
+    def step(self, text: str, **costs: float):
+        return simulate_step(workload([1.0]), Strategy.parse(text), FixedCosts(**costs))
+
+    def test_a_period_shares_one_exchange_that_nothing_hides(self):
+        step = self.step("dense/1MiB/local_sgd@4", wire_s=0.8)
+        assert step.step_s == pytest.approx(2.0 + 0.8 / 4)
+        assert step.exposed_s == pytest.approx(0.2)
+        assert step.wire_s == pytest.approx(0.2)
+        assert step.lower_bound_s <= step.step_s
+        # encode 0.1, all_to_all 0.3 + 0.05, reduce 0.1, all_gather 0.35, decode 0.1
+        assert self.step("int8/1MiB/diloco@10", latency_s=0.05, wire_s=0.3, stage_s=0.1).step_s == pytest.approx(2.1)
+
+    def test_a_delayed_exchange_hides_behind_the_whole_next_step(self):
+        assert self.step("dense/1MiB", wire_s=1.5).step_s == pytest.approx(3.5)
+        assert self.step("dense/1MiB/delayed", wire_s=1.5).step_s == pytest.approx(2.0)
+
+    def test_what_is_longer_than_a_step_shows_under_delayed(self):
+        step = self.step("dense/1MiB/delayed", wire_s=3.0)
+        assert step.step_s == pytest.approx(3.0)
+        assert step.exposed_s == pytest.approx(1.0)
+
+    def test_a_delayed_codec_slows_compute_where_they_share_a_core(self):
+        # Three stages of 0.2 s beside 2 s of compute, and one core for both.
+        step = simulate_step(
+            workload([1.0], cpus=1.0), Strategy.parse("int8/1MiB/delayed"), FixedCosts(stage_s=0.2, wire_s=0.1)
+        )
+        assert step.step_s == pytest.approx(2.6)
+
+    def test_bytes_per_step_are_those_of_an_exchange_over_the_period(self):
+        costs = FixedCosts(wire_s=0.1)
+        once = predict_step(workload([1.0]), Strategy.parse("int8"), costs).wire_bytes
+        assert predict_step(workload([1.0]), Strategy.parse("int8/diloco@4"), costs).wire_bytes == round(once / 4)
+        assert predict_step(workload([1.0]), Strategy.parse("int8/delayed"), costs).wire_bytes == once
+
+
+class TestHierarchical:
+    def step(self, name: str, *, num_ranks: int = 4, ranks_per_host: int = 2):
+        import msgspec
+
+        spread = msgspec.structs.replace(workload([1.0]), num_ranks=num_ranks, ranks_per_host=ranks_per_host)
+        return simulate_step(spread, Strategy.parse(name), FixedCosts(wire_s=0.25, stage_s=0.1))
+
+    def test_a_bucket_takes_its_hops_in_turn(self):
+        # Inside, two hops between, inside: 4 x 0.25. Encode, reduce and decode; split and join cost what dense's do: 0.
+        assert self.step("int8/1MiB/hierarchical").exposed_s == pytest.approx(1.0 + 0.3)
+        assert self.step("dense/1MiB/hierarchical").exposed_s == pytest.approx(0.75)
+
+    def test_one_rank_per_host_is_flat(self):
+        assert self.step("int8/1MiB/hierarchical", ranks_per_host=1).step_s == self.step("int8/1MiB").step_s
+
+    @pytest.mark.parametrize(("num_ranks", "ranks_per_host"), [(4, 4), (6, 4)])
+    def test_ranks_that_do_not_fill_two_hosts_are_refused(self, num_ranks: int, ranks_per_host: int):
+        with pytest.raises(DataError, match="two hosts or more"):
+            self.step("int8/1MiB/hierarchical", num_ranks=num_ranks, ranks_per_host=ranks_per_host)

@@ -9,21 +9,23 @@ from hypothesis import strategies as st
 
 from wirespeed.errors import DataError, UsageError
 from wirespeed.spec.strategy import (
+    BLOCK_FORMATS,
     CODECS,
     DEFAULT_BUCKET_BYTES,
     FIDELITIES,
     INT8_BLOCK,
+    PERIODIC,
+    SCHEDULES,
     TOPK_CHUNK,
+    TOPOLOGIES,
     Strategy,
-    StrategyFile,
+    block_shard_bytes,
+    block_shard_elements,
     bus_factor,
-    int8_shard_bytes,
-    int8_shard_elements,
-    read_strategy_text,
-    strategy_text,
     topk_counts,
     topk_payload_bytes,
 )
+from wirespeed.spec.strategy_file import StrategyFile, read_strategy_text, strategy_text
 
 
 @st.composite
@@ -32,7 +34,19 @@ def any_strategy(draw: st.DrawFn) -> Strategy:
     ratio = draw(st.floats(min_value=1 / TOPK_CHUNK, max_value=0.5)) if codec == "topk" else None
     matrix_rank = draw(st.integers(1, 256)) if codec == "lowrank" else None
     bucket = draw(st.one_of(st.just(DEFAULT_BUCKET_BYTES), st.integers(min_value=1024, max_value=2**40)))
-    return Strategy(codec=codec, ratio=ratio, matrix_rank=matrix_rank, bucket_bytes=bucket)
+    topology = draw(st.sampled_from(TOPOLOGIES)) if codec != "lowrank" else "flat"
+    schedule = draw(st.sampled_from(SCHEDULES))
+    is_periodic = schedule in PERIODIC
+    return Strategy(
+        codec=codec,
+        ratio=ratio,
+        matrix_rank=matrix_rank,
+        bucket_bytes=bucket,
+        topology=topology,
+        schedule=schedule,
+        period=draw(st.integers(1, 100_000)) if is_periodic else None,
+        warmup_steps=draw(st.integers(0, 10**6)) if is_periodic else 0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,6 +59,12 @@ def any_strategy(draw: st.DrawFn) -> Strategy:
         (Strategy(codec="half", bucket_bytes=4 * 1024**2), "half/4MiB"),
         (Strategy(codec="topk", ratio=0.1, bucket_bytes=1024**3), "topk@10%/1GiB"),
         (Strategy(bucket_bytes=1025), "dense/1025B"),
+        (Strategy(schedule="delayed"), "dense/delayed"),
+        (Strategy(schedule="local_sgd"), "dense/local_sgd@8"),
+        (Strategy(codec="int8", schedule="diloco", period=500, warmup_steps=100), "int8/diloco@500+100"),
+        (Strategy(codec="topk", bucket_bytes=2**20, schedule="delayed"), "topk@1%/1MiB/delayed"),
+        (Strategy(codec="int8", topology="hierarchical"), "int8/hierarchical"),
+        (Strategy(topology="hierarchical", bucket_bytes=2**20, schedule="delayed"), "dense/1MiB/hierarchical/delayed"),
     ],
 )
 def test_name_is_short(strategy: Strategy, name: str):
@@ -67,11 +87,54 @@ def test_ratios_that_differ_in_the_fourth_digit_have_names_that_differ():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "none", "int8@1%", "topk@0%", "topk@60%", "topk@0.001%", "dense/1B", "dense/", "topk@", "dense@", "/4MiB"],
+    [
+        "",
+        "none",
+        "int8@1%",
+        "topk@0%",
+        "topk@60%",
+        "topk@0.001%",
+        "dense/1B",
+        "dense/",
+        "topk@",
+        "dense@",
+        "/4MiB",
+        "dense/local_sgd@0",
+        "dense/local_sgd@",
+        "dense/local_sgd@4+",
+        "dense/local_sgd@x",
+        "dense/delayed@2",
+        "dense/every_step@2",
+        "dense/local_sgd@100001",
+        "dense/local_sgd@4/1MiB",
+        "dense/1MiB/2MiB",
+        "int8/delayed/diloco",
+        "lowrank@4/hierarchical",
+        "int8/hierarchical/4MiB",
+        "int8/flat/hierarchical",
+    ],
 )
 def test_strategy_that_cannot_be_is_refused(text: str):
     with pytest.raises(UsageError, match=r"^got "):
         Strategy.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("local_sgd", "dense/local_sgd@8"), ("diloco@64+10", "int8/diloco@64+10"), ("delayed", "dense/delayed"),
+     ("dense/every_step", "dense"), ("local_sgd@4", "dense/local_sgd@4")],
+)  # fmt: skip
+def test_a_schedule_alone_names_a_strategy(text: str, name: str):
+    assert Strategy.parse(text).name == name
+
+
+def test_every_schedule_but_every_step_is_lossy_and_shares_its_exchange_over_the_period():
+    assert {s: Strategy(codec="int8", schedule=s).fidelity for s in SCHEDULES} == {
+        "every_step": "compressed", "delayed": "lossy", "local_sgd": "lossy", "diloco": "lossy",
+    }  # fmt: skip
+    assert Strategy(schedule="local_sgd", period=12).steps_per_exchange == 12
+    assert Strategy(schedule="delayed").steps_per_exchange == 1
+    assert Strategy.parse("topk@2%/8MiB/local_sgd@4").codec_name == "topk@2%"
 
 
 @given(st.text(max_size=30))
@@ -89,7 +152,7 @@ def test_fidelity_allows_itself_and_what_is_more_faithful():
         "exact": ["dense"],
         "half": ["dense", "half"],
         "compressed": ["dense", "half", "int8", "lowrank"],
-        "lossy": ["dense", "half", "int8", "lowrank", "topk"],
+        "lossy": ["dense", "half", "int8", "int4", "lowrank", "topk", "sign"],
     }
 
 
@@ -113,6 +176,34 @@ def test_wire_bytes_of_a_megaelement_among_four_ranks():
     assert Strategy(codec="topk").wire_bytes(num_elements, 4) == 3 * 64 * (164 * 4 + 4) == 126_720
 
 
+def test_a_hierarchical_bucket_is_summed_inside_and_sent_once_per_host():
+    strategy, n = Strategy.parse("int8/hierarchical"), 2**20
+    # 8 ranks on 2 hosts: a rank's share is 2^18 elements, 2^17 of them owned by each of the two hosts, with 128 scales.
+    record = 2**17 + 128 * 4
+    assert [(t.collective, t.scope, t.size_bytes) for t in strategy.transfers(n, 8, ranks_per_host=4)] == [
+        ("all_to_all", "host", 4 * n),
+        ("all_to_all", "between", 2 * record),
+        ("all_gather", "between", 2 * record),
+        ("all_gather", "host", 4 * n),
+    ]
+    # Inside, three quarters of the bucket leave the rank twice; between, one record twice.
+    assert strategy.wire_bytes(n, 8, ranks_per_host=4) == 2 * 3 * n + 2 * record
+    assert strategy.nic_bytes(n, 8, ranks_per_host=4) == 4 * 2 * record
+    # One rank per host: the flat exchange.
+    assert strategy.transfers(n, 8) == Strategy.parse("int8").transfers(n, 8)
+    # Flat, each of four ranks sends an eighth of the bucket to each of four ranks elsewhere, then the ring passes once.
+    shard = 2**17 + 128 * 4
+    assert Strategy.parse("int8").nic_bytes(n, 8, ranks_per_host=4) == 4 * 4 * shard + 7 * shard
+    assert Strategy().nic_bytes(n, 8, ranks_per_host=4) == 7 * n
+    assert Strategy().nic_bytes(n, 8, ranks_per_host=8) == 0
+
+
+def test_int4_and_sign_send_an_eighth_and_a_thirtieth_of_dense():
+    dense, int4, sign = (Strategy(codec=codec).wire_bytes(2**24, 8) for codec in ("dense", "int4", "sign"))
+    assert int4 / dense == pytest.approx(4 / 32 + 1 / 256, rel=1e-9)
+    assert sign / dense == pytest.approx(1 / 32 + 1 / 1024, rel=1e-9)
+
+
 def test_int8_sends_a_quarter_of_dense_and_half_a_percent():
     dense, int8 = (Strategy(codec=codec).wire_bytes(2**24, 8) for codec in ("dense", "int8"))
     assert int8 / dense == pytest.approx(0.25 * (1 + 4 / INT8_BLOCK), rel=1e-9)
@@ -133,14 +224,19 @@ def test_more_elements_never_take_fewer_bytes(strategy: Strategy, num_elements: 
     assert strategy.wire_bytes(num_elements + more, num_ranks) >= strategy.wire_bytes(num_elements, num_ranks) > 0
 
 
-@given(st.integers(min_value=1, max_value=10**8), st.integers(min_value=1, max_value=64))
-def test_int8_shards_hold_every_element_in_whole_blocks(num_elements: int, num_ranks: int):
-    shard = int8_shard_elements(num_elements, num_ranks)
-    assert shard % INT8_BLOCK == 0
+@given(
+    st.sampled_from(list(BLOCK_FORMATS)),
+    st.integers(min_value=1, max_value=10**8),
+    st.integers(min_value=1, max_value=64),
+)
+def test_shards_hold_every_element_in_whole_blocks(codec, num_elements: int, num_ranks: int):
+    block, bits = BLOCK_FORMATS[codec]
+    shard = block_shard_elements(codec, num_elements, num_ranks)
+    assert shard % block == 0
     assert shard * num_ranks >= num_elements
     # No rank's share is padded by a whole block more than its part needs.
-    assert (shard - INT8_BLOCK) * num_ranks < num_elements
-    assert int8_shard_bytes(num_elements, num_ranks) == shard + shard // INT8_BLOCK * 4
+    assert (shard - block) * num_ranks < num_elements
+    assert block_shard_bytes(codec, num_elements, num_ranks) * 8 == shard * bits + shard // block * 32
 
 
 @given(st.integers(min_value=1, max_value=10**8), st.floats(min_value=1 / TOPK_CHUNK, max_value=0.5))

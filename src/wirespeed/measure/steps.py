@@ -6,8 +6,9 @@ On CUDA a mark is an event on the current stream, read back only when it has pas
 
 What it assumes: one optimizer step ends one training step; several forward and backward passes may lie in between
 (accumulation). Exposed communication is what lies between the last gradient bucket becoming ready and the end of
-backward: it includes waiting for slower ranks. Evaluation (forward passes without gradients, or an ``evaluation()``
-block) is taken out of the step. Work between backward and the optimizer (clipping, logging) is ``other``.
+backward: it includes waiting for slower ranks. So is an exchange of parameters after the optimizer. Evaluation
+(forward passes without gradients, or an ``evaluation()`` block) is taken out of the step. Work between backward and the
+optimizer (clipping, logging) is ``other``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Event = Literal[
     "last_bucket_ready",
     "backward_end",
     "optimizer_begin",
+    "exchange_begin",
     "optimizer_end",
     "evaluation_begin",
     "evaluation_end",
@@ -232,5 +234,6 @@ _OWNER: dict[Event, str] = {
     "last_bucket_ready": "exposed",
     "backward_end": "other",
     "optimizer_begin": "optimizer",
+    "exchange_begin": "exposed",
     "optimizer_end": "data",
 }

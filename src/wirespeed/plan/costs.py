@@ -4,6 +4,9 @@ Assumes that the time of the smallest measured message is latency, which uses no
 spend together. Dense is DDP's own path: it divides the bucket in place, which is taken to cost a memcpy where the
 fabric holds that curve and nothing where it does not. Any other codec's speed is never guessed: where the fabric holds
 no curve of it, DataError says how to measure it.
+
+Between hosts, the ranks of one host send their shares at the same time through its NICs: a hierarchical transfer costs
+what one rank per host would take for all of them together.
 """
 
 from __future__ import annotations
@@ -56,22 +59,25 @@ class FabricCosts:
         return held
 
     def _transfer(self, transfer: Transfer) -> TransferCost:
+        num_ranks = transfer.num_members(self.num_ranks, self.ranks_per_host)
+        ranks_per_host = {"all": self.ranks_per_host, "host": num_ranks, "between": 1}[transfer.scope]
+        size_bytes = transfer.size_bytes * (self.ranks_per_host if transfer.scope == "between" else 1)
         cost, smallest = (
             collective_cost(
                 self.fabric,
                 transfer.collective,
                 size,
-                self.num_ranks,
-                ranks_per_host=self.ranks_per_host,
+                num_ranks,
+                ranks_per_host=ranks_per_host,
                 backend=self.backend,
                 dtype=transfer.dtype,
             )
-            for size in (transfer.size_bytes, 1)
+            for size in (size_bytes, 1)
         )
         residuals = [
             c.curve.residual
             for c in self.fabric.collectives
-            if (c.collective, c.backend, c.ranks_per_host) == (transfer.collective, self.backend, self.ranks_per_host)
+            if (c.collective, c.backend, c.ranks_per_host) == (transfer.collective, self.backend, ranks_per_host)
             and not c.beside_compute
         ]
         return TransferCost(
@@ -82,9 +88,9 @@ class FabricCosts:
             slowdown=slowdown_beside_compute(
                 self.fabric,
                 transfer.collective,
-                transfer.size_bytes,
-                self.num_ranks,
-                ranks_per_host=self.ranks_per_host,
+                size_bytes,
+                num_ranks,
+                ranks_per_host=ranks_per_host,
                 backend=self.backend,
                 dtype=transfer.dtype,
             ),

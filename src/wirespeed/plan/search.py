@@ -133,7 +133,7 @@ def choose(predictions: Iterable[Prediction], fidelity: Fidelity = "half", margi
     if not 0 <= margin < 1:
         raise UsageError(f"got a margin of {margin:g}", expected="a fraction from 0 up to 1")
     ranked = rank(predictions)
-    dense = [p for p in ranked if p.strategy.codec == "dense"]
+    dense = [p for p in ranked if p.strategy.fidelity == "exact"]
     if not dense:
         raise UsageError("got no prediction of dense", expected="dense among the candidates, to compare with")
     baseline = next((p for p in dense if p.strategy == Strategy()), dense[0])

@@ -22,7 +22,7 @@ from wirespeed import records
 from wirespeed.report import plots, tables
 from wirespeed.report.summary import PREDICTION_BAND, Row, Summary, finite, share_text, split_rows, summarize
 from wirespeed.spec.comparison import TuneRecord
-from wirespeed.spec.strategy import StrategyFile, strategy_text
+from wirespeed.spec.strategy_file import StrategyFile, strategy_text
 from wirespeed.units import format_duration, format_rate
 
 Figures = dict[str, plots.Figure]

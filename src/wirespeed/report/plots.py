@@ -18,7 +18,15 @@ from wirespeed.units import MIB, format_duration, format_rate, format_size
 
 Figure = dict[str, Any]
 
-CODEC_COLOURS = {"dense": "#8c8c8c", "half": "#3b8fd0", "int8": "#d55e00", "lowrank": "#cc79a7", "topk": "#009e73"}
+CODEC_COLOURS = {
+    "dense": "#8c8c8c",
+    "half": "#3b8fd0",
+    "int8": "#d55e00",
+    "int4": "#a6611a",
+    "lowrank": "#cc79a7",
+    "topk": "#009e73",
+    "sign": "#6a3d9a",
+}
 OTHER_COLOURS = ("#7b5ea7", "#b8860b", "#56b4e9")
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")

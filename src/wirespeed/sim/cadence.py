@@ -68,10 +68,12 @@ def predict_cadence(
     """Predict the mean optimizer step under ``cadence``.
 
     ``slowdown``: the slowest rank's compute over that of the workload, 1 and above; every cadence but ``async`` waits
-    for it at each exchange. Raises UsageError for a jitter that is negative or a slowdown below 1.
+    for it at each exchange. The cadence stands for the strategy's own schedule. Raises UsageError for a jitter that is
+    negative or a slowdown below 1.
     """
     if not 0 <= jitter < 1 or not 1 <= slowdown < math.inf:
         raise UsageError(f"got a jitter of {jitter:g} and a slowdown of {slowdown:g}", expected="0 to 1, and 1 or more")
+    strategy = msgspec.structs.replace(strategy, schedule="every_step", period=None, warmup_steps=0)
     slow = scaled(workload, slowdown if cadence.name != "async" else 1.0)
     timeline = simulate_step(slow, strategy, costs)
     micro_s = slow.forward_s + slow.backward_s + slow.data_s

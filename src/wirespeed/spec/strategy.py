@@ -1,4 +1,4 @@
-"""Strategy: how gradients are sent. The one place where a codec's bytes, collectives and fidelity are stated.
+"""Strategy: how gradients are sent, and when. The one place where bytes, collectives and fidelity are stated.
 
 `sim` costs a strategy from these facts and `train/codecs` implements it from the same ones; a test counts the bytes
 that really cross an interface and holds them against ``wire_bytes``.
@@ -12,22 +12,31 @@ from typing import Literal, get_args
 
 import msgspec
 
-from wirespeed.errors import DataError, UsageError
+from wirespeed.errors import UsageError
 from wirespeed.records import Collective
-from wirespeed.units import GIB, KIB, MIB, parse_ratio, parse_size
+from wirespeed.units import MIB, exact_percent, exact_size, parse_ratio, parse_size
 
-CodecName = Literal["dense", "half", "int8", "lowrank", "topk"]
-Topology = Literal["flat"]
-Schedule = Literal["every_step"]
+CodecName = Literal["dense", "half", "int8", "int4", "lowrank", "topk", "sign"]
+Topology = Literal["flat", "hierarchical"]
+Scope = Literal["all", "host", "between"]
+Schedule = Literal["every_step", "delayed", "local_sgd", "diloco"]
 Fidelity = Literal["exact", "half", "compressed", "lossy"]
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
+TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+PERIODIC: tuple[Schedule, ...] = ("local_sgd", "diloco")
+"""Schedules that exchange parameters once per period, and no gradients in between."""
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 """From most to least faithful. ``compressed``: error feedback, quality measured equal. ``lossy``: it may differ."""
 
 DEFAULT_BUCKET_BYTES = 25 * MIB
 INT8_BLOCK = 1024
 """Elements that share one fp32 scale: 0.4 % of overhead, and small enough that one outlier spoils little."""
+INT4_BLOCK = 256
+"""With 15 levels an outlier spoils more: 3 % of overhead."""
+SIGN_BLOCK = 1024
+"""3 % of overhead. A block has one magnitude for all its entries."""
 TOPK_CHUNK = 16384
 """Elements per top-k chunk: fixed k per chunk gives static shapes, and 16-bit indices address it."""
 TOPK_RATIO = 0.01
@@ -37,6 +46,12 @@ FAITHFUL_LOWRANK_RANK = 32
 """Of this matrix rank and above, quality is measured equal (benchmarks/quality.py); below it may differ."""
 BYTES_PER_ELEMENT = 4
 """Gradients are fp32 where they are reduced."""
+LOCAL_SGD_PERIOD = 8
+DILOCO_PERIOD = 32
+MAX_PERIOD = 100_000
+OUTER_LEARNING_RATE = 0.7
+OUTER_MOMENTUM = 0.9
+"""DiLoCo's outer optimizer is SGD with Nesterov momentum; both figures are those of its paper (arXiv 2311.08105)."""
 
 
 Shapes = Sequence[tuple[int, ...]]
@@ -50,13 +65,24 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     dtype: str = "uint8"
     """What the backend is given. Sums of fp16 cost more than sums of as many bytes of fp32; moved bytes are bytes."""
+    scope: Scope = "all"
+    """Among whom: all ranks, the ranks of one host, or the ranks of equal number on all hosts (as many groups at once
+    as a host has ranks)."""
+
+    def num_members(self, num_ranks: int, ranks_per_host: int) -> int:
+        """Ranks in its group."""
+        return {"all": num_ranks, "host": ranks_per_host, "between": num_ranks // ranks_per_host}[self.scope]
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Codec x topology x schedule x bucket size.
 
     ``ratio`` is the share of entries that top-k sends, ``matrix_rank`` the columns of low-rank's factors; each is None
-    for every other codec. ``bucket_bytes`` is counted in fp32 gradient, as DDP's ``bucket_cap_mb`` counts it.
+    for every other codec. ``hierarchical``: gradients are summed inside each host first, so that a rank's codec sends
+    but its share of a bucket between hosts, and gathered inside again. ``bucket_bytes`` is counted in fp32 gradient, as
+    DDP's ``bucket_cap_mb`` counts it. ``period``: optimizer steps from one exchange to the next under ``local_sgd`` and
+    ``diloco``, None for every other schedule. ``warmup_steps`` of these two exchange their gradients at every step
+    before the first period begins.
     """
 
     codec: CodecName = "dense"
@@ -65,6 +91,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     ratio: float | None = None
     matrix_rank: int | None = None
+    period: int | None = None
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1024:
@@ -86,58 +114,138 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise UsageError(f"got matrix rank {self.matrix_rank}", expected=f"1 to {MAX_LOWRANK_RANK}")
         elif self.matrix_rank is not None:
             raise UsageError(f"got a matrix rank for codec {self.codec!r}", expected="a matrix rank only for lowrank")
+        self._check_when_and_where()
+
+    def _check_when_and_where(self) -> None:
+        if self.topology == "hierarchical" and self.codec == "lowrank":
+            raise UsageError(
+                "got topology 'hierarchical' for lowrank",
+                expected="whole matrices, which a rank's share of a bucket does not hold",
+                hint="lowrank goes with topology flat; int8, topk and half go with either",
+            )
+        if self.schedule in PERIODIC:
+            if self.period is None:
+                default = LOCAL_SGD_PERIOD if self.schedule == "local_sgd" else DILOCO_PERIOD
+                msgspec.structs.force_setattr(self, "period", default)
+            elif not 1 <= self.period <= MAX_PERIOD:
+                raise UsageError(f"got a period of {self.period}", expected=f"1 to {MAX_PERIOD} steps")
+            if self.warmup_steps < 0:
+                raise UsageError(f"got {self.warmup_steps} warm-up steps", expected="0 or more")
+        elif self.period is not None or self.warmup_steps != 0:
+            raise UsageError(
+                f"got a period or warm-up steps for schedule {self.schedule!r}",
+                expected=f"either only for {' and '.join(PERIODIC)}",
+            )
 
     @property
     def name(self) -> str:
-        """Short and unique, such as ``int8``, ``topk@1%``, ``lowrank@4`` or ``half/4MiB``; ``parse`` reads it back."""
+        """Short and unique, such as ``int8``, ``topk@1%``, ``half/4MiB`` or ``int8/diloco@64``; ``parse`` reads it."""
         text: str = self.codec
         if self.matrix_rank is not None:
             text += f"@{self.matrix_rank}"
         if self.ratio is not None:
-            text += "@" + _ratio_text(self.ratio)
+            text += "@" + exact_percent(self.ratio)
         if self.bucket_bytes != DEFAULT_BUCKET_BYTES:
-            text += "/" + _exact_size_text(self.bucket_bytes)
+            text += "/" + exact_size(self.bucket_bytes)
+        if self.topology != "flat":
+            text += "/" + self.topology
+        if self.schedule != "every_step":
+            text += "/" + self.schedule
+        if self.period is not None:
+            text += f"@{self.period}"
+        if self.warmup_steps:
+            text += f"+{self.warmup_steps}"
         return text
 
     @property
+    def codec_name(self) -> str:
+        """The codec with its parameter alone, such as ``topk@1%``: what a speed was measured of."""
+        return self.name.partition("/")[0]
+
+    @property
+    def steps_per_exchange(self) -> int:
+        """Optimizer steps that share one exchange: the period, else 1. What crosses per step is divided by it."""
+        return 1 if self.period is None else self.period
+
+    @property
     def fidelity(self) -> Fidelity:
-        """What happens to the gradient on the way."""
+        """What happens to the gradient on the way: every schedule but ``every_step`` makes it ``lossy``."""
+        if self.schedule != "every_step":
+            return "lossy"
         if self.matrix_rank is not None and self.matrix_rank < FAITHFUL_LOWRANK_RANK:
             return "lossy"
         return _FIDELITY[self.codec]
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read ``CODEC[@PARAMETER][/BUCKET]``, such as ``topk@2%/8MiB`` or ``lowrank@4``."""
-        head, slash, bucket = text.strip().partition("/")
+        """Read ``CODEC[@PARAMETER][/BUCKET][/TOPOLOGY][/SCHEDULE[@PERIOD[+WARMUP]]]``.
+
+        Such as ``topk@2%/8MiB`` or ``int8/hierarchical/local_sgd@16+100``.
+        A schedule alone stands for itself with dense, and ``diloco`` with int8, which is what it was made for.
+        """
+        head, *parts = text.strip().split("/")
+        if head.partition("@")[0] in SCHEDULES[1:]:
+            head, parts = ("int8" if head.startswith("diloco") else "dense"), [head, *parts]
         codec, at, parameter = head.partition("@")
-        if codec not in CODECS:
+        if codec not in CODECS or len(parts) > 3:
             raise UsageError(
                 f"got strategy {text!r}",
-                expected=f"CODEC[@RATIO or @RANK][/BUCKET] with CODEC one of {', '.join(CODECS)}",
+                expected="CODEC[@RATIO or @RANK][/BUCKET][/TOPOLOGY][/SCHEDULE[@PERIOD[+WARMUP]]] with CODEC one of "
+                f"{', '.join(CODECS)}, TOPOLOGY one of {', '.join(TOPOLOGIES)}, SCHEDULE one of {', '.join(SCHEDULES)}",
             )
         is_rank = codec == "lowrank" and bool(at)
         if is_rank and not parameter.isdecimal():
             raise UsageError(f"got matrix rank {parameter!r} in {text!r}", expected="a whole number, as in lowrank@4")
+        schedule: Schedule = "every_step"
+        period, warmup_steps = None, 0
+        if parts and parts[-1].partition("@")[0] in SCHEDULES:
+            schedule, period, warmup_steps = _parse_schedule(parts.pop(), text)
+        topology = next((topology for topology in TOPOLOGIES if parts[-1:] == [topology]), None)
+        if topology is not None:
+            parts.pop()
+        if len(parts) > 1:
+            raise UsageError(
+                f"got {parts[1]!r} in strategy {text!r}",
+                expected=f"one of {', '.join(TOPOLOGIES)}, then one of {', '.join(SCHEDULES)}",
+            )
         return cls(
             codec=codec,
             ratio=parse_ratio(parameter) if at and not is_rank else None,
             matrix_rank=int(parameter) if is_rank else None,
-            bucket_bytes=parse_size(bucket) if slash else DEFAULT_BUCKET_BYTES,
+            bucket_bytes=parse_size(parts[0]) if parts else DEFAULT_BUCKET_BYTES,
+            topology="flat" if topology is None else topology,
+            schedule=schedule,
+            period=period,
+            warmup_steps=warmup_steps,
         )
 
     def allows(self, fidelity: Fidelity) -> bool:
         """Whether this strategy is at least as faithful as ``fidelity``."""
         return FIDELITIES.index(self.fidelity) <= FIDELITIES.index(fidelity)
 
-    def transfers(self, num_elements: int, num_ranks: int, shapes: Shapes | None = None) -> tuple[Transfer, ...]:
-        """The collectives that one bucket of ``num_elements`` needs among ``num_ranks``, in order.
+    def transfers(
+        self, num_elements: int, num_ranks: int, shapes: Shapes | None = None, *, ranks_per_host: int = 1
+    ) -> tuple[Transfer, ...]:
+        """The collectives that one exchange of a bucket of ``num_elements`` needs among ``num_ranks``, in order.
 
         ``shapes`` of its tensors matter to low-rank alone, whose messages alternate between two sizes: the mean of both
         is given. None is taken for one square matrix.
         """
         if num_ranks < 2 or num_elements == 0:
             return ()
+        if self.topology == "flat" or ranks_per_host == 1:
+            return self._flat_transfers(num_elements, num_ranks, shapes)
+        shard = hierarchical_shard_elements(num_elements, ranks_per_host)
+        within = BYTES_PER_ELEMENT * shard * ranks_per_host
+        num_hosts = num_ranks // ranks_per_host
+        between = self._flat_transfers(shard, num_hosts, None) if num_hosts > 1 else ()
+        return (
+            Transfer(collective="all_to_all", size_bytes=within, scope="host"),
+            *(msgspec.structs.replace(transfer, scope="between") for transfer in between),
+            Transfer(collective="all_gather", size_bytes=within, scope="host"),
+        )
+
+    def _flat_transfers(self, num_elements: int, num_ranks: int, shapes: Shapes | None) -> tuple[Transfer, ...]:
         match self.codec:
             case "dense":
                 return (
@@ -145,8 +253,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
             case "half":
                 return (Transfer(collective="all_reduce", size_bytes=2 * num_elements, dtype="float16"),)
-            case "int8":
-                size = num_ranks * int8_shard_bytes(num_elements, num_ranks)
+            case "int8" | "int4" | "sign":
+                size = num_ranks * block_shard_bytes(self.codec, num_elements, num_ranks)
                 return (
                     Transfer(collective="all_to_all", size_bytes=size),
                     Transfer(collective="all_gather", size_bytes=size),
@@ -160,32 +268,59 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 size = lowrank_payload_bytes(num_elements, self.matrix_rank, shapes)
                 return (Transfer(collective="all_reduce", size_bytes=size, dtype="float32"),)
 
-    def wire_bytes(self, num_elements: int, num_ranks: int, shapes: Shapes | None = None) -> int:
-        """Payload bytes that one rank sends for one bucket. Headers come on top."""
-        transfers = self.transfers(num_elements, num_ranks, shapes)
-        return round(sum(t.size_bytes * bus_factor(t.collective, num_ranks) for t in transfers))
+    def wire_bytes(
+        self, num_elements: int, num_ranks: int, shapes: Shapes | None = None, *, ranks_per_host: int = 1
+    ) -> int:
+        """Payload bytes that one rank sends in one exchange of a bucket. Headers come on top."""
+        transfers = self.transfers(num_elements, num_ranks, shapes, ranks_per_host=ranks_per_host)
+        return round(
+            sum(t.size_bytes * bus_factor(t.collective, t.num_members(num_ranks, ranks_per_host)) for t in transfers)
+        )
+
+    def nic_bytes(
+        self, num_elements: int, num_ranks: int, shapes: Shapes | None = None, *, ranks_per_host: int = 1
+    ) -> int:
+        """Payload bytes that one host sends to others in one exchange of a bucket, through all its NICs together.
+
+        Among all ranks an all_to_all sends each of a host's ranks' parts to each rank elsewhere; every other collective
+        is a ring in rank order, which leaves a host once. Between hosts, each of a host's ranks sends its own.
+        """
+        num_bytes = 0.0
+        for transfer in self.transfers(num_elements, num_ranks, shapes, ranks_per_host=ranks_per_host):
+            if num_ranks <= ranks_per_host or transfer.scope == "host":
+                continue
+            if transfer.scope == "between":
+                members = num_ranks // ranks_per_host
+                num_bytes += ranks_per_host * transfer.size_bytes * bus_factor(transfer.collective, members)
+            elif transfer.collective == "all_to_all":
+                num_bytes += ranks_per_host * transfer.size_bytes * (num_ranks - ranks_per_host) / num_ranks
+            else:
+                num_bytes += transfer.size_bytes * bus_factor(transfer.collective, num_ranks)
+        return round(num_bytes)
 
 
-def _ratio_text(ratio: float) -> str:
-    """The shortest percentage that reads back as this very ratio, such as ``1%``."""
-    percentages = (f"{ratio * 100:.{digits}g}" for digits in range(1, 18))
-    exact = next((text for text in percentages if "e" not in text and float(text) / 100 == ratio), None)
-    return f"{ratio!r}" if exact is None else f"{exact}%"
-
-
-def _exact_size_text(num_bytes: int) -> str:
-    """The size in the largest unit that holds it in whole numbers, such as ``4MiB``."""
-    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
-    factor, unit = next(((factor, unit) for factor, unit in units if num_bytes % factor == 0), (1, "B"))
-    return f"{num_bytes // factor}{unit}"
+def _parse_schedule(part: str, text: str) -> tuple[Schedule, int | None, int]:
+    """``(schedule, period, warm-up steps)`` of ``SCHEDULE[@PERIOD[+WARMUP]]``."""
+    name, at, numbers = part.partition("@")
+    schedule = next(schedule for schedule in SCHEDULES if schedule == name)
+    if not at:
+        return schedule, None, 0
+    period, plus, warmup = numbers.partition("+")
+    if not period.isdecimal() or (plus and not warmup.isdecimal()):
+        raise UsageError(
+            f"got {numbers!r} in strategy {text!r}", expected="PERIOD or PERIOD+WARMUP in steps, as in local_sgd@16+100"
+        )
+    return schedule, int(period), int(warmup or 0)
 
 
 _FIDELITY: dict[CodecName, Fidelity] = {
     "dense": "exact",
     "half": "half",
     "int8": "compressed",
+    "int4": "lossy",
     "lowrank": "compressed",
     "topk": "lossy",
+    "sign": "lossy",
 }
 
 
@@ -197,16 +332,31 @@ def bus_factor(collective: Collective, num_ranks: int) -> float:
     return {"all_reduce": 2 * share, "broadcast": 1.0}.get(collective, share)
 
 
-def int8_shard_elements(num_elements: int, num_ranks: int) -> int:
+def hierarchical_shard_elements(num_elements: int, ranks_per_host: int) -> int:
+    """Elements of a bucket that each rank of a host sums and sends to the other hosts, padded to be equal for all."""
+    return math.ceil(num_elements / ranks_per_host)
+
+
+BLOCK_FORMATS: dict[CodecName, tuple[int, int]] = {
+    "int8": (INT8_BLOCK, 8),
+    "int4": (INT4_BLOCK, 4),
+    "sign": (SIGN_BLOCK, 1),
+}
+"""Codecs that quantize by blocks: elements per block, and bits per element."""
+
+
+def block_shard_elements(codec: CodecName, num_elements: int, num_ranks: int) -> int:
     """Elements of the shard that each rank owns: equal for all ranks, padded to whole blocks."""
+    block, _ = BLOCK_FORMATS[codec]
     per_rank = math.ceil(num_elements / num_ranks)
-    return math.ceil(per_rank / INT8_BLOCK) * INT8_BLOCK
+    return math.ceil(per_rank / block) * block
 
 
-def int8_shard_bytes(num_elements: int, num_ranks: int) -> int:
-    """One shard on the wire: an int8 per element and an fp32 scale per block."""
-    shard = int8_shard_elements(num_elements, num_ranks)
-    return shard + shard // INT8_BLOCK * BYTES_PER_ELEMENT
+def block_shard_bytes(codec: CodecName, num_elements: int, num_ranks: int) -> int:
+    """One shard on the wire: so many bits per element, and an fp32 scale per block."""
+    block, bits = BLOCK_FORMATS[codec]
+    shard = block_shard_elements(codec, num_elements, num_ranks)
+    return shard * bits // 8 + shard // block * BYTES_PER_ELEMENT
 
 
 def topk_counts(num_elements: int, ratio: float) -> tuple[int, int, int]:
@@ -248,48 +398,3 @@ def lowrank_payload_bytes(num_elements: int, matrix_rank: int, shapes: Shapes | 
         matrix = lowrank_matrix(shape, matrix_rank)
         twice += 2 * math.prod(shape) if matrix is None else matrix_rank * sum(matrix)
     return BYTES_PER_ELEMENT * twice // 2
-
-
-STRATEGY_SCHEMA = 1
-
-
-class StrategyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``strategy.toml``: what `tune` writes and `attach` reads."""
-
-    schema: int
-    strategy: Strategy
-    predicted_step_s: float | None = None
-    measured_step_s: float | None = None
-    note: str = ""
-
-
-class _FileHead(msgspec.Struct):
-    schema: int
-
-
-def strategy_text(held: StrategyFile) -> str:
-    """The text of a ``strategy.toml``, which ``read_strategy_text`` reads back. TOML has no null: None is left out."""
-    return msgspec.toml.encode(_without_none(msgspec.to_builtins(held))).decode()
-
-
-def _without_none(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return value
-
-
-def read_strategy_text(text: str, *, source: str) -> Strategy:
-    """The strategy in the text of a ``strategy.toml``. Raises DataError naming ``source``."""
-    try:
-        # The schema comes first: a newer file may hold what this version would call unknown.
-        schema = msgspec.toml.decode(text, type=_FileHead).schema
-        if schema > STRATEGY_SCHEMA:
-            raise DataError(
-                f"{source} has schema {schema}",
-                expected=f"schema {STRATEGY_SCHEMA}",
-                hint="upgrade wirespeed to read it",
-            )
-        held = msgspec.toml.decode(text, type=StrategyFile)
-    except (msgspec.MsgspecError, UsageError) as fault:
-        raise DataError(f"{source} is not a strategy file: {fault}", expected="what `wirespeed tune` writes") from fault
-    return held.strategy

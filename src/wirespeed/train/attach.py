@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from wirespeed.errors import UsageError
-from wirespeed.spec.strategy import FIDELITIES, Fidelity, Strategy, read_strategy_text
-from wirespeed.train.session import Session, session_of, start_session
+from wirespeed.spec.strategy import FIDELITIES, Fidelity, Strategy
+from wirespeed.spec.strategy_file import read_strategy_text
+from wirespeed.train.registry import session_of, start_session
+from wirespeed.train.session import Session
 from wirespeed.train.trace import read_directive
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def attach(
     strategy: str | Strategy | Path | None = None,
     fabric: Fabric | str | Path | None = None,
     fidelity: Fidelity = "half",
+    scaler: Any = None,
 ) -> Session:
     """Send this model's gradients with a strategy from now on. The training loop does not change.
 
@@ -40,12 +43,16 @@ def attach(
     ``optimizer``: whose steps end the training steps; None takes every optimizer that holds the model's parameters.
     ``fabric``: a ``fabric.toml``, so that ``auto`` need not measure the network. ``fidelity``: what ``auto`` may do to
     gradients at most (``exact``, ``half``, ``compressed``, ``lossy``); a strategy named outright is not limited by it.
+    ``scaler``: the ``torch.amp.GradScaler`` that steps the optimizer, so that residuals are kept unscaled. Without it
+    the scaler is found at the first step that it lets through; give it where a run has to resume bit by bit.
 
-    Every rank must call it at the same point, after ``DistributedDataParallel`` and before the first step. Raises
-    UsageError for a model that is not DDP or already has a hook.
+    A model that ``torch.compile`` has wrapped may be given as well. Every rank must call it at the same point, after
+    ``DistributedDataParallel`` and before the first step. Raises UsageError for a model that is not DDP or already has
+    a hook.
     """
     if fidelity not in FIDELITIES:
         raise UsageError(f"got fidelity {fidelity!r}", expected=f"one of {', '.join(FIDELITIES)}")
+    ddp = getattr(ddp, "_orig_mod", ddp)  # torch.compile(ddp)
     if os.environ.get("WIRESPEED_OFF") == "1":
         return start_session(ddp, optimizer, Strategy(), is_inert=True)
     directed = session_of(ddp)
@@ -58,10 +65,11 @@ def attach(
         return directed
     wanted = resolve(strategy)
     if wanted is not None:
-        return start_session(ddp, optimizer, wanted)
+        return start_session(ddp, optimizer, wanted, scaler=scaler)
     from wirespeed.train.auto import Chooser
 
-    session = start_session(ddp, optimizer, Strategy())
+    session = start_session(ddp, optimizer, Strategy(), scaler=scaler)
+    session.is_choosing = session.num_ranks > 1
     Chooser(session, ddp.module, fabric=fabric, fidelity=fidelity)
     return session
 

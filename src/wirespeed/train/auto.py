@@ -205,6 +205,7 @@ class Chooser:
     def _finish(self, decision: Decision) -> None:
         self._stop_watching()
         self._phase = "done"
+        self._session.is_choosing = False
         self._session.note(decision.reason)
 
 

@@ -83,7 +83,7 @@ class Lanes:
             try:
                 is_finished = self._advance(exchange, lane)
             except Exception as fault:
-                self.failure = _as_peer_failure(fault)
+                self.failure = as_peer_failure(fault)
                 exchange.future.set_result(exchange.result)
                 continue
             if is_finished:
@@ -122,8 +122,8 @@ def perform(message: Message, group: dist.ProcessGroup) -> None:
             dist.broadcast(message.receive, src=dist.get_global_rank(group, 0), group=group)
 
 
-def _as_peer_failure(fault: Exception) -> Exception:
-    """Errors of the backend (connection reset, time-out) become a PeerFailure; others stay what they are."""
+def as_peer_failure(fault: Exception) -> Exception:
+    """What a user is told: errors of the backend (connection reset, time-out) as a PeerFailure, others as they are."""
     if isinstance(fault, dist.DistError) or "gloo" in str(fault).lower() or "timed out" in str(fault).lower():
         return PeerFailure(
             f"exchanging gradients failed: {str(fault).splitlines()[0] if str(fault) else type(fault).__name__}",

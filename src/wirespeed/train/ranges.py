@@ -128,6 +128,7 @@ _PARTS = {
     "last_bucket_ready": "exposed",
     "backward_end": "other",
     "optimizer_begin": "optimizer",
+    "exchange_begin": "exposed",
     "optimizer_end": "data",
     "evaluation_begin": "evaluation",
     "evaluation_end": "data",

@@ -63,6 +63,9 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     residual_bytes: int
     buckets: tuple[BucketReport, ...]
     notes: tuple[str, ...] = ()
+    steps_per_exchange: int = 1
+    nic_bytes_per_step: float | None = None
+    """What the rank's whole host is stated to send to other hosts; None where nobody asked which ranks share a host."""
 
     def __str__(self) -> str:
         lines = [f"strategy {self.strategy}, {self.num_ranks} ranks, {self.num_steps} steps"]
@@ -75,7 +78,10 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
                 f"optimizer {format_duration(b.optimizer_s)}, other {format_duration(b.other_s)}"
             )
         counted = "unknown" if self.wire_bytes_per_step is None else format_size(self.wire_bytes_per_step)
-        lines.append(f"sent per step: {format_size(self.stated_bytes_per_step)} stated, {counted} counted")
+        per = "" if self.steps_per_exchange == 1 else f" on the mean of periods of {self.steps_per_exchange} steps"
+        lines.append(f"sent per step{per}: {format_size(self.stated_bytes_per_step)} stated, {counted} counted")
+        if self.nic_bytes_per_step is not None:
+            lines.append(f"sent per step by the host to others: {format_size(self.nic_bytes_per_step)} stated")
         for bucket in self.buckets:
             stages = ", ".join(f"{name} {format_duration(value)}" for name, value in bucket.stages_s.items())
             size, wire, queue = (
@@ -88,20 +94,31 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def breakdown_of(steps: Sequence[StepParts]) -> StepBreakdown | None:
-    """Medians over the steps after the first few; None without any step."""
+def breakdown_of(steps: Sequence[StepParts], *, period: int = 1) -> StepBreakdown | None:
+    """Medians over the steps after the first few; None without any step.
+
+    With a ``period`` of several steps per exchange, medians over the means of whole periods: a median over steps would
+    not see the one that exchanges.
+    """
     kept = steps[SKIPPED_STEPS:] if len(steps) > 2 * SKIPPED_STEPS else steps
     if not kept:
         return None
     return StepBreakdown(
-        step_s=median(s.step_s for s in kept),
-        forward_s=median(s.forward_s for s in kept),
-        backward_s=median(s.backward_s for s in kept),
-        exposed_s=median(s.exposed_s for s in kept),
-        optimizer_s=median(s.optimizer_s for s in kept),
-        data_s=median(s.data_s for s in kept),
-        other_s=median(s.other_s for s in kept),
+        **{
+            name: median(period_means([getattr(step, name) for step in kept], period))
+            for name in StepBreakdown.__struct_fields__
+        }
     )
+
+
+def period_means(values: Sequence[float], period: int) -> Sequence[float]:
+    """Means of consecutive whole periods, wherever they begin; of all values where there are fewer."""
+    if period == 1:
+        return values
+    whole = len(values) // period * period
+    if whole == 0:
+        return [fmean(values)] if values else []
+    return [fmean(values[first : first + period]) for first in range(0, whole, period)]
 
 
 def mean_breakdown(ranks: Sequence[StepBreakdown]) -> StepBreakdown:
@@ -121,26 +138,35 @@ def summarize(
     wire: Sequence[tuple[int, int]],
     residual_norm: float,
     residual_bytes: int,
+    nic_share: float | None = None,
     notes: Sequence[str] = (),
 ) -> SessionReport:
-    """Put a session's notes together. ``wire`` holds cumulative (stated, counted) bytes after every step."""
+    """Put a session's notes together. ``wire`` holds cumulative (stated, counted) bytes after every step.
+
+    ``nic_share``: bytes that the host sends to others, over those that the rank sends.
+    """
     counted = None
     stated = float(stated_bytes) / max(1, len(steps))
-    if len(wire) > 1:
-        stated = (wire[-1][0] - wire[0][0]) / (len(wire) - 1)
+    last = len(wire) - 1
+    if last >= strategy.steps_per_exchange:  # whole periods only
+        last -= last % strategy.steps_per_exchange
+    if last > 0:
+        stated = (wire[last][0] - wire[0][0]) / last
         if wire[0][1] >= 0:
-            counted = (wire[-1][1] - wire[0][1]) / (len(wire) - 1)
+            counted = (wire[last][1] - wire[0][1]) / last
     return SessionReport(
         strategy=strategy.name,
         num_ranks=num_ranks,
         num_steps=len(steps),
-        breakdown=breakdown_of(steps),
+        breakdown=breakdown_of(steps, period=strategy.steps_per_exchange),
         stated_bytes_per_step=stated,
         wire_bytes_per_step=counted,
         residual_norm=residual_norm,
         residual_bytes=residual_bytes,
         buckets=tuple(_bucket_report([t for t in buckets if t.bucket == index]) for index in _indices(buckets)),
         notes=tuple(notes),
+        steps_per_exchange=strategy.steps_per_exchange,
+        nic_bytes_per_step=None if nic_share is None else stated * nic_share,
     )
 
 

@@ -49,6 +49,11 @@ class Residuals:
         self._flat.clear()
         self._by_name.clear()
 
+    def multiply(self, factor: float) -> None:
+        """Multiply all that is held, whether or not its bucket has appeared yet."""
+        for value in self._by_name.values():
+            value.mul_(factor)
+
     def norm(self) -> float:
         """L2 norm over all parameters; 0 when nothing is held."""
         if not self._by_name:
@@ -62,9 +67,9 @@ class Residuals:
         """Memory held."""
         return sum(flat.numel() * 4 for flat in self._flat.values())
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, divided_by: float = 1.0) -> dict[str, Tensor]:
         """A copy by parameter name, for this rank."""
-        return {name: view.detach().clone() for name, view in self._by_name.items()}
+        return {name: view.detach().clone().div_(divided_by) for name, view in self._by_name.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Replace what is held. Shapes are checked when the bucket of a parameter next appears."""

@@ -1,17 +1,16 @@
 """The public object: attach a strategy to a DistributedDataParallel model, and see where its steps go.
 
-``attach`` registers one communication hook and a few event hooks; the user's loop does not change. Exact strategies go
-straight to the process group as DDP itself would; the others go through ``Lanes``. Everything is undone by ``detach``.
+``attach`` registers one communication hook and a few event hooks; the user's loop does not change. What happens to a
+bucket is the schedule's (``schedules/``) and the exchanger's; what is heard of the loop comes from ``listening``. This
+module joins them, and undoes everything in ``detach``.
 """
 
 # No postponed annotations here: DDP inspects the hook's annotations as objects.
 
-import atexit
 import contextlib
-import gc
 import os
 import warnings
-from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,20 +18,20 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from wirespeed.errors import DataError, UsageError
+from wirespeed.errors import UsageError
 from wirespeed.measure.counters import InterfaceCounter, training_interfaces
 from wirespeed.measure.steps import StepClock
 from wirespeed.spec.strategy import Strategy
-from wirespeed.train import ranges
-from wirespeed.train.codecs import make_codec, warm_up
-from wirespeed.train.codecs.base import Codec
-from wirespeed.train.lanes import Exchange, Lanes
+from wirespeed.train.agreement import check_agreement, is_wanted
+from wirespeed.train.checkpoint import load_state, state_of
+from wirespeed.train.exchanger import Exchanger, finished
+from wirespeed.train.listening import LoopEvents, after_backward, is_in_backward
+from wirespeed.train.optimizer_state import average_state
 from wirespeed.train.rebucket import bucket_bytes_of, rebucket
-from wirespeed.train.report import BucketTimes, LossEntry, SessionReport, summarize
-from wirespeed.train.residuals import Residuals
-
-STATE_SCHEMA = 1
-KEPT_BUCKET_TIMES = 4096
+from wirespeed.train.refusals import check_forward, check_model, check_scaler
+from wirespeed.train.report import LossEntry, SessionReport, summarize
+from wirespeed.train.scaling import LossScale
+from wirespeed.train.schedules import GradientBucket, Schedule, make_schedule
 
 
 class Session:
@@ -44,16 +43,16 @@ class Session:
         optimizer: torch.optim.Optimizer | None,
         strategy: Strategy,
         *,
+        scaler: Any = None,
         is_silent: bool = False,
         is_inert: bool = False,
     ) -> None:
         self._ddp = ddp
-        self._optimizer = optimizer
+        self._has_optimizer = optimizer is not None
         self._is_silent = is_silent
         """A probe: no gradient is exchanged, ranks train apart and only meet once per step, as an exchange makes them.
         For measuring compute without a network."""
-        self._meets = True
-        """While a probe's ranks still meet once per step."""
+        self._meets = True  # until a probe's rank has ended
         self.group: dist.ProcessGroup = ddp.process_group
         self.num_ranks = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
@@ -61,30 +60,35 @@ class Session:
         self.device = next(ddp.module.parameters()).device
         self.clock = StepClock(self.device)
         self._counter = self._open_counter()
-        self._residuals = Residuals()
-        self._learned = Residuals("codec state")
-        self._buffers: dict[tuple[str, ...], Any] = {}
-        self._hop_groups: list[dist.ProcessGroup] = []
-        self._lanes: Lanes | None = None
-        self._codec: Codec | None = None
+        self._exchanger = Exchanger(self.group, self.device)
+        self._schedule: Schedule = make_schedule(ddp, self._exchanger)
+        self._scale = LossScale(scaler)
         self._hook_reducer: object = None
-        self._stated_bytes = 0
-        self._warned: set[str] = set()
-        self._bucket_times: deque[BucketTimes] = deque(maxlen=KEPT_BUCKET_TIMES)
+        self._is_in_backward = False
+        self._checks = is_wanted()
+        self._num_backwards = 0
+        """Synchronising backwards since residuals were empty or loaded."""
         self._losses: list[LossEntry] = []
         self._wire: list[tuple[int, int]] = []
         self._begin_listeners: list[Any] = []
         self._step_listeners: list[Any] = []
-        self._handles: list[Any] = []
         self._is_attached = True
-        self._has_forward = False
-        """Whether a training forward pass has run since the last step: several optimizers may share one step."""
+        self.on_detached: Callable[[], object] = lambda: None
+        """Called when the session lets go of the model."""
+        self.is_choosing = False
+        """While ``auto`` may still switch: ranks then have to take every step together."""
         self.notes: list[str] = []
         """Why the strategy is what it is, in the order in which that was decided."""
         self.strategy = strategy
+        self._events = LoopEvents(ddp.module, optimizer, self.clock)
         if not is_inert:  # WIRESPEED_OFF=1: the object is there, and nothing of it touches the training
-            self._listen()
+            self._events.on_forward = self._forward_begins
+            self._events.on_optimizer = self._optimizer_begins
+            self._events.on_stepped = self._optimizer_stepped
+            self._events.on_second_optimizer = self._second_optimizer_stepped
+            self._events.on_step = self._step_ended
             self.switch(strategy)
+            self._events.listen()
 
     # ---------------------------------------------------------------- what the user calls
 
@@ -107,60 +111,63 @@ class Session:
             strategy=self.strategy,
             num_ranks=self.num_ranks,
             steps=self.clock.steps(),
-            buckets=list(self._bucket_times),
-            stated_bytes=self._stated_bytes,
+            buckets=list(self._exchanger.bucket_times),
+            stated_bytes=self._exchanger.stated_bytes,
             wire=self._wire,
-            residual_norm=self._residuals.norm(),
-            residual_bytes=self._residuals.num_bytes,
+            residual_norm=self._exchanger.residuals.norm() / self._residual_scale,
+            residual_bytes=self._exchanger.residuals.num_bytes,
+            nic_share=self._exchanger.nic_share,
             notes=self.notes,
         )
 
+    def synchronize(self) -> None:
+        """Make the parameters of all ranks equal now, where the strategy lets them differ between two exchanges.
+
+        All ranks must call it between the same two steps; before a checkpoint or an evaluation that is to stand for
+        all.
+        """
+        self._schedule.synchronize()
+        self._exchanger.raise_failure()
+
+    def check_agreement(self) -> None:
+        """Raise DataError where ranks hold different parameters; all ranks call it together.
+
+        With WIRESPEED_CHECK=1 in the environment it is done after every step at which they should be equal.
+        """
+        check_agreement(self._ddp.module, self.group, self.device)
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state for a checkpoint: tensors, numbers and text only; no process group, no pickle needed."""
-        return {
-            "schema": STATE_SCHEMA,
-            "strategy": self.strategy.name,
-            "num_ranks": self.num_ranks,
-            "rank": self.rank,
-            "num_steps": self.clock.num_steps,
-            "residuals": self._residuals.state_dict(),
-            "learned": self._learned.state_dict(),
-        }
+        """This rank's state for a checkpoint: tensors, numbers and text only; no process group, no pickle needed.
+
+        Residuals are kept as without a loss scaler. Under ``local_sgd`` and ``diloco`` ranks hold different parameters
+        between two exchanges: save each rank's own model beside its state, or call ``synchronize`` first.
+        """
+        return state_of(self._exchanger, self._schedule, scale=self._residual_scale, num_steps=self.clock.num_steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state of the same rank in a group of the same size. Raises DataError where it does not fit."""
-        if state.get("schema") != STATE_SCHEMA:
-            raise DataError(f"got a session state of schema {state.get('schema')!r}", expected=f"schema {STATE_SCHEMA}")
-        if (state["num_ranks"], state["rank"]) != (self.num_ranks, self.rank):
-            raise DataError(
-                f"got the state of rank {state['rank']} of {state['num_ranks']}",
-                expected=f"the state of rank {self.rank} of {self.num_ranks}",
-                hint="residuals belong to a rank: load each rank's own state, with the same number of ranks",
-            )
-        self._residuals.load_state_dict(state["residuals"])
-        # What one codec has learned (low-rank's factors, half's scales) means nothing to another.
-        is_same_codec = state["strategy"].partition("/")[0] == self.strategy.name.partition("/")[0]
-        self._learned.load_state_dict(state.get("learned", {}) if is_same_codec else {})
-        self._buffers.clear()
+        load_state(state, self._exchanger, self._schedule)
+        self._scale.held = 1.0
+        self._num_backwards = 0
 
     def detach(self) -> None:
-        """Stop everything; the model goes on with plain dense averaging (DDP keeps its one communication hook)."""
+        """Stop everything; the model goes on with plain dense averaging (DDP keeps its one communication hook).
+
+        Nothing is sent: where ranks have trained apart they keep what differs, and a warning says so. To go on training
+        without a session, ``switch(Strategy())`` first.
+        """
         if not self._is_attached:
             return
-        self._is_attached = False
-        self._stop_lanes()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._codec = None
-        self._is_silent = False
-        self._residuals.clear()
-        self._learned.clear()
-        self._buffers.clear()
-        if self._counter is not None:
-            self._counter.close()
-            self._counter = None
-        _SESSIONS.pop(id(self._ddp), None)
+        name, num_apart = self.strategy.name, self._schedule.num_steps_apart
+        has_trained_apart = self._schedule.has_trained_apart
+        self._let_go()
+        if has_trained_apart:
+            differs = f"parameters ({num_apart} steps after the last exchange) and " if num_apart > 0 else ""
+            warnings.warn(
+                f"wirespeed: detached from {name!r}: ranks hold different {differs}optimizer state; "
+                "session.synchronize() makes parameters equal, session.switch(Strategy()) both",
+                stacklevel=2,
+            )
 
     def release(self) -> None:
         """Detach, and let go of the model and its process groups: nothing can be done with the session afterwards.
@@ -168,10 +175,10 @@ class Session:
         DDP's reducer holds its hook, the hook its session, and the session would hold DDP and its groups for ever; a
         group that lives until the interpreter is taken down can abort there, when one of gloo's threads wants the GIL.
         """
-        self.detach()
+        self._let_go()
+        self._exchanger.release()
         released: Any = self
-        released._ddp = released.group = released._optimizer = released._hook_reducer = None
-        self._hop_groups.clear()
+        released._ddp = released.group = released._events = released._hook_reducer = released._schedule = None
         self._begin_listeners.clear()
         self._step_listeners.clear()
 
@@ -179,16 +186,22 @@ class Session:
 
     def switch(self, strategy: Strategy) -> None:
         """Exchange with ``strategy`` from the next step on. All ranks must call this between the same two steps."""
-        self._stop_lanes()
+        check_model(self._ddp, strategy)
+        check_scaler(self._scale, strategy)
+        before = self._schedule
+        before.synchronize()
+        self._exchanger.raise_failure()
+        if before.has_trained_apart:
+            average_state(self._events.optimizers, self._ddp.module, self._exchanger)
+        if not before.sends_gradients:  # what was held back is of parameters
+            self._exchanger.residuals.clear()
+        before.close()
         self.strategy = strategy
-        codec = None if strategy.codec == "dense" or self.num_ranks == 1 else make_codec(strategy)
-        if codec is None or not codec.has_residual:
-            self._residuals.clear()
-        self._codec = codec
-        self._learned.clear()
-        self._buffers.clear()
+        self._exchanger.use(strategy)
+        self._schedule = make_schedule(self._ddp, self._exchanger)
+        self._watch_overflow()
         if bucket_bytes_of(self._ddp) != strategy.bucket_bytes and not rebucket(self._ddp, strategy.bucket_bytes):
-            self._warn_once(
+            self._exchanger.warn_once(
                 "bucket",
                 f"the bucket size of this DDP model stays {bucket_bytes_of(self._ddp)} bytes: this version of torch "
                 f"cannot change it; pass bucket_cap_mb={strategy.bucket_bytes / 2**20:g} to DistributedDataParallel",
@@ -196,12 +209,6 @@ class Session:
         if self._hook_reducer is not self._ddp.reducer:
             self._ddp.register_comm_hook(self, exchange_bucket)
             self._hook_reducer = self._ddp.reducer
-        if codec is not None:
-            warm_up(device=self.device)
-            num_hops = len(codec.stages) - 1
-            while len(self._hop_groups) < num_hops:
-                self._hop_groups.append(_new_group(self.group))
-            self._lanes = Lanes(self._hop_groups[:num_hops], on_done=self._bucket_done)
 
     def note(self, text: str) -> None:
         """Keep a reason for the report."""
@@ -228,161 +235,123 @@ class Session:
     @property
     def residual_bytes(self) -> int:
         """Memory that error feedback holds."""
-        return self._residuals.num_bytes
+        return self._exchanger.residuals.num_bytes
+
+    @property
+    def num_steps_apart(self) -> int:
+        """Steps since all ranks last held equal parameters: 0 unless the schedule is ``local_sgd`` or ``diloco``."""
+        return self._schedule.num_steps_apart
 
     # ---------------------------------------------------------------- inside
 
-    def _listen(self) -> None:
-        module = self._ddp.module
-        self._handles += [
-            module.register_forward_pre_hook(lambda *_: self._forward_begins()),
-            module.register_forward_hook(lambda *_: self._forward_ended()),
-        ]
-        if self._optimizer is not None:
-            self._handles += [
-                self._optimizer.register_step_pre_hook(lambda *_: self.clock.mark("optimizer_begin")),
-                self._optimizer.register_step_post_hook(lambda *_: self._step_ended()),
-            ]
-        else:
-            mine = {id(p) for p in module.parameters()}
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What becomes of one bucket: the body of the communication hook, called in bucket order from backward."""
+        values = bucket.buffer()
+        is_last = bucket.is_last()
+        if is_in_backward():
+            self.clock.mark("last_bucket_ready" if is_last else "bucket_ready")
+            if is_last:
+                after_backward(self._backward_ended)
+        else:  # a rank without data takes part with zeros (Join): nothing tells it when the exchange has ended
+            self._exchanger.raise_failure()
+            self._is_in_backward = self._is_in_backward and bucket.index() > 0
+        if self._is_silent:
+            return self._meet(values, is_last=is_last)
+        if self._exchanger.is_plain and self.strategy.schedule == "every_step":
+            return self._exchanger.all_reduce(values)
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            self._backward_begins()
+        parameters = bucket.parameters()
+        return self._schedule.exchange(
+            GradientBucket(
+                index=bucket.index(),
+                is_last=is_last,
+                names=tuple(self._names[id(p)] for p in parameters),
+                shapes=tuple(tuple(p.shape) for p in parameters),
+                values=values,
+            )
+        )
 
-            def is_mine(optimizer: torch.optim.Optimizer) -> bool:
-                return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-
-            from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-            self._handles += [
-                register_optimizer_step_pre_hook(
-                    lambda optimizer, *_: self.clock.mark("optimizer_begin") if is_mine(optimizer) else None
-                ),
-                register_optimizer_step_post_hook(
-                    lambda optimizer, *_: self._step_ended() if is_mine(optimizer) else None
-                ),
-            ]
-
-    def _is_training(self) -> bool:
-        return torch.is_grad_enabled() and self._ddp.module.training
+    def _meet(self, values: torch.Tensor, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
+        if is_last and self._meets:
+            try:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            except RuntimeError:  # a rank has ended; how, its own end tells better than this rank's error would
+                self._meets = False
+        return finished(values)
 
     def _forward_begins(self) -> None:
-        if self.clock.is_evaluating:
-            return
-        if not self._is_training():
-            self.clock.begin_evaluation()
-            return
         for listener in self._begin_listeners:
             listener(self)
-        if not self.clock.has_begun:
-            self.clock.begin()
-        self.clock.mark("forward_begin")
+        check_forward(self._ddp, self.strategy, is_choosing=self.is_choosing)
+        if self._schedule.is_due():  # the loss scaler let no rank step
+            self._schedule.step_taken()
 
-    def _forward_ended(self) -> None:
-        if self.clock.is_evaluating:
-            return
-        if self._is_training():
-            self._has_forward = True
-            self.clock.mark("forward_end")
-        else:
-            self.clock.end_evaluation()
+    def _backward_begins(self) -> None:
+        self._num_backwards += 1
+        self._exchanger.undo.backward_ended()  # where nothing told of the last one's end
+        if self._scale.is_known and self._schedule.sends_gradients:
+            factor = self._scale.change()
+            if factor != 1:
+                self._exchanger.residuals.multiply(factor)
+
+    def _backward_ended(self) -> None:
+        self._is_in_backward = False
+        self.clock.mark("backward_end")
+        self._exchanger.raise_failure()
+        self._exchanger.undo.backward_ended()
+
+    def _optimizer_begins(self) -> None:
+        if self._scale.look_for_scaler():
+            check_scaler(self._scale, self.strategy)
+            self._scale.held = self._scale.current()
+            if self._num_backwards > 1:  # the scaler skipped those before: they were not finite
+                self._exchanger.residuals.clear()
+                self._exchanger.drop_buffers()
+            self._watch_overflow()
+
+    def _optimizer_stepped(self) -> None:
+        if self._schedule.is_due():
+            self.clock.mark("exchange_begin")
+        self._schedule.step_taken()
+
+    def _second_optimizer_stepped(self) -> None:
+        if self.strategy.period is not None and not self._has_optimizer:
+            raise UsageError(
+                f"several optimizers step this model, and {self.strategy.schedule} has to know which one ends the step",
+                hint="pass the last of them: wirespeed.train.attach(ddp, optimizer)",
+            )
 
     def _step_ended(self) -> None:
-        if not self.clock.has_begun:
-            return
-        self.clock.mark("optimizer_end")
-        if not self._has_forward:  # a second optimizer's part of the step that the first one ended
-            self.clock.extend_step()
-            return
-        self._has_forward = False
-        self.clock.end_step()
-        self._wire.append((self._stated_bytes, -1 if self._counter is None else self._counter.tx_bytes()))
+        if self._checks and self._schedule.num_steps_apart == 0 and not self._is_silent:
+            with self.clock.evaluation():
+                self.check_agreement()
+        self._wire.append((self._exchanger.stated_bytes, -1 if self._counter is None else self._counter.tx_bytes()))
         for listener in self._step_listeners:
             listener(self)
 
-    def _backward_ended(self) -> None:
-        self.clock.mark("backward_end")
-        if self._lanes is not None and self._lanes.failure is not None:
-            raise self._lanes.failure
+    def _watch_overflow(self) -> None:
+        """While a loss scaler may skip steps, residuals can be taken back."""
+        self._exchanger.undo.is_on = self._scale.is_known and not self._exchanger.is_plain
 
-    def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average one bucket: the body of the communication hook, called in bucket order from backward."""
-        buffer = bucket.buffer()
-        if bucket.is_last():
-            self.clock.mark("last_bucket_ready")
-            _after_backward(self._backward_ended)
-        else:
-            self.clock.mark("bucket_ready")
-        if self._is_silent:
-            if bucket.is_last() and self._meets:
-                try:
-                    dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
-                except RuntimeError:  # a rank has ended; how, its own end tells better than this rank's error would
-                    self._meets = False
-            return _finished(buffer)
-        codec = self._codec
-        if codec is not None and buffer.dtype != torch.float32:
-            self._warn_once(
-                "dtype",
-                f"gradients of {buffer.dtype} are averaged as they are: {self.strategy.name!r} takes fp32 only",
-            )
-            codec = None
-        num_elements = buffer.numel()
-        if codec is None or self._lanes is None:
-            self._stated_bytes += Strategy().wire_bytes(num_elements, self.num_ranks) * buffer.element_size() // 4
-            return self._all_reduce(buffer)
-        parameters = bucket.parameters()
-        names = tuple(self._names[id(p)] for p in parameters)
-        shapes = tuple(tuple(p.shape) for p in parameters)
-        self._stated_bytes += self.strategy.wire_bytes(num_elements, self.num_ranks, shapes)
-        residual = (
-            self._residuals.for_bucket(names, tuple(p.numel() for p in parameters), self.device)
-            if codec.has_residual
-            else None
-        )
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
-        )
-        buffers = self._buffers.get(names)
-        if buffers is None:
-            learned = self._learned.for_bucket(names, codec.state_sizes(shapes), self.device)
-            buffers = self._buffers[names] = codec.make_buffers(
-                num_elements, self.num_ranks, buffer.device, shapes=shapes, state_s=learned
-            )
-        self._lanes.submit(
-            Exchange(
-                bucket=bucket.index(),
-                steps=codec.exchange(buffer, residual, buffers, rank=self.rank, num_ranks=self.num_ranks),
-                result=buffer,
-                future=future,
-            )
-        )
-        return future
+    @property
+    def _residual_scale(self) -> float:
+        return self._scale.held if self._schedule.sends_gradients else 1.0
 
-    def _all_reduce(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        buffer.div_(self.num_ranks)
-        work = dist.all_reduce(buffer, group=self.group, async_op=True)
-        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-        return future
-
-    def _bucket_done(self, exchange: Exchange) -> None:
-        assert self._codec is not None
-        self._bucket_times.append(
-            BucketTimes(
-                bucket=exchange.bucket,
-                num_bytes=exchange.result.numel() * 4,
-                stages=self._codec.stages,
-                queued_s=exchange.queued_s,
-                spans_s=tuple(exchange.spans_s),
-            )
-        )
-
-    def _stop_lanes(self) -> None:
-        if self._lanes is not None:
-            self._lanes.close()
-            self._lanes = None
-
-    def _warn_once(self, key: str, text: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(f"wirespeed: {text}", stacklevel=3)
+    def _let_go(self) -> None:
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        self._schedule.close()
+        self._exchanger.use(Strategy())
+        self._schedule = make_schedule(self._ddp, self._exchanger)
+        self._events.remove()
+        self._is_silent = False
+        if self._counter is not None:
+            self._counter.close()
+            self._counter = None
+        self.on_detached()
 
     @staticmethod
     def _open_counter() -> InterfaceCounter | None:
@@ -393,80 +362,6 @@ class Session:
             return None
 
 
-_SESSIONS: dict[int, Session] = {}
-
-
-def session_of(ddp: DistributedDataParallel) -> Session | None:
-    """The session attached to this model, or None."""
-    return _SESSIONS.get(id(ddp))
-
-
-def start_session(
-    ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer | None,
-    strategy: Strategy,
-    *,
-    is_silent: bool = False,
-    is_inert: bool = False,
-) -> Session:
-    """Make and register a session. Raises UsageError where the model cannot take one."""
-    if not isinstance(ddp, DistributedDataParallel):
-        raise UsageError(
-            f"got a {type(ddp).__name__}",
-            expected="a torch.nn.parallel.DistributedDataParallel",
-            hint="wrap the model first: ddp = DistributedDataParallel(model)",
-        )
-    if session_of(ddp) is not None:
-        raise UsageError("this model has a session already", hint="call session.detach() before attaching again")
-    if getattr(ddp, "_comm_hooks", None):
-        raise UsageError(
-            "this model has a communication hook already",
-            expected="a DDP model without one",
-            hint="remove its register_comm_hook(...) call: the strategy takes its place",
-        )
-    session = Session(ddp, optimizer, strategy, is_silent=is_silent, is_inert=is_inert)
-    if ranges.are_wanted():
-        session.clock.on_event = ranges.StepRanges(ranges.open_backend()).on_event
-    if not _SESSIONS:
-        atexit.register(_release_all)
-    _SESSIONS[id(ddp)] = session
-    return session
-
-
-def _release_all() -> None:
-    for session in list(_SESSIONS.values()):
-        session.release()
-    gc.collect()
-
-
 def exchange_bucket(state: Session, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The communication hook that every session registers."""
     return state.exchange(bucket)
-
-
-def _finished(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=[buffer.device] if buffer.is_cuda else None
-    )
-    future.set_result(buffer)
-    return future
-
-
-def _after_backward(callback: Any) -> None:
-    """Call back when this backward has ended, DDP's own finalisation included.
-
-    The engine runs its final callbacks in order and takes up new ones while it does. DDP queues its finalisation just
-    after this hook returns, so a callback queued by our callback comes after it.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(callback))
-
-
-def _new_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks, backend and time-out, for collectives of our own."""
-    ranks = dist.get_process_group_ranks(like)
-    is_world = len(ranks) == dist.get_world_size()
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, backend=dist.get_backend(like), use_local_synchronization=not is_world
-    )
-    return group

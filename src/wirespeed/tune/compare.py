@@ -17,7 +17,7 @@ import msgspec
 from wirespeed.spec.comparison import LossKind, LossPoint, StrategyOutcome
 from wirespeed.spec.prediction import Prediction
 from wirespeed.spec.strategy import Fidelity, Strategy
-from wirespeed.train.report import SKIPPED_STEPS, breakdown_of, mean_breakdown
+from wirespeed.train.report import SKIPPED_STEPS, breakdown_of, mean_breakdown, period_means
 from wirespeed.train.trace import RunTrace
 from wirespeed.units import format_percent
 
@@ -38,9 +38,13 @@ def outcome_of(
     """Put the ranks' traces of one run together, on the time line of ``elapsed_steps``."""
     evaluated = {entry.step for entry in traces[0].losses if entry.is_held_out}
     per_step = elapsed_steps([[s.step_s for s in t.steps] for t in traces], evaluated)
-    kept = _settled(per_step[:num_steps])
+    kept = period_means(_settled(per_step[:num_steps]), strategy.steps_per_exchange)
     measured_s = median(kept)
-    breakdowns = [b for b in (breakdown_of(t.steps[:num_steps]) for t in traces) if b is not None]
+    breakdowns = [
+        b
+        for b in (breakdown_of(t.steps[:num_steps], period=strategy.steps_per_exchange) for t in traces)
+        if b is not None
+    ]
     breakdown = mean_breakdown(breakdowns)
     ends_s = _running_sum(per_step)
     held_out = [entry for entry in traces[0].losses if entry.is_held_out]

@@ -29,7 +29,8 @@ from wirespeed.plan.space import legal_strategies
 from wirespeed.records import CodecsRecord, CollectivesRecord, LinksRecord
 from wirespeed.spec.comparison import MeasuredFabric, StrategyOutcome, TuneRecord
 from wirespeed.spec.prediction import Prediction
-from wirespeed.spec.strategy import DEFAULT_BUCKET_BYTES, Fidelity, Strategy, StrategyFile, strategy_text
+from wirespeed.spec.strategy import DEFAULT_BUCKET_BYTES, Fidelity, Strategy
+from wirespeed.spec.strategy_file import StrategyFile, strategy_text
 from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.train.trace import RunDirective, RunTrace, decode_trace, write_directive
 from wirespeed.tune import compare, survey

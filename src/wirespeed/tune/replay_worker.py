@@ -28,7 +28,8 @@ from wirespeed.measure.steps import StepParts
 from wirespeed.spec.strategy import Strategy
 from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.train.rebucket import rebucket
-from wirespeed.train.session import Session, start_session
+from wirespeed.train.registry import start_session
+from wirespeed.train.session import Session
 from wirespeed.train.speed import measure_codecs, slowest_of
 from wirespeed.tune.replay_layers import ReplayModule, ReplayOptimizer
 from wirespeed.tune.survey import CODECS_FILE, COLLECTIVES, LINKS, SurveyPlan, needed_collectives

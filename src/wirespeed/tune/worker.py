@@ -28,8 +28,9 @@ from wirespeed.spec.strategy import Strategy
 from wirespeed.train.attach import begin_directed_session
 from wirespeed.train.readiness import GradientTimes
 from wirespeed.train.rebucket import bucket_bytes_of
+from wirespeed.train.registry import session_of
 from wirespeed.train.report import LossEntry
-from wirespeed.train.session import Session, exchange_bucket, session_of
+from wirespeed.train.session import Session, exchange_bucket
 from wirespeed.train.trace import RunDirective, RunTrace, read_directive, write_trace
 
 

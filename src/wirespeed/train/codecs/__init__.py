@@ -10,9 +10,9 @@ import torch
 
 from wirespeed.spec.strategy import CODECS, Strategy
 from wirespeed.train.codecs.base import Codec, Message
+from wirespeed.train.codecs.block import BlockCodec
 from wirespeed.train.codecs.dense import DenseCodec
 from wirespeed.train.codecs.half import HalfCodec
-from wirespeed.train.codecs.int8 import Int8Codec
 from wirespeed.train.codecs.kernels import KernelChoice, has_numba, kernels_for
 from wirespeed.train.codecs.lowrank import LowrankCodec
 from wirespeed.train.codecs.topk import TopkCodec
@@ -32,8 +32,8 @@ def make_codec(strategy: Strategy, *, kernels: KernelChoice = "auto") -> Codec:
             return DenseCodec(strategy)
         case "half":
             return HalfCodec(strategy, kernels)
-        case "int8":
-            return Int8Codec(strategy, kernels)
+        case "int8" | "int4" | "sign":
+            return BlockCodec(strategy, kernels)
         case "topk":
             return TopkCodec(strategy, kernels)
         case "lowrank":

@@ -10,6 +10,7 @@ Shape suffixes: n gradient elements of the bucket, N ranks, b bytes of a message
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from wirespeed.records import Collective
 from wirespeed.spec.strategy import Shapes, Strategy
+from wirespeed.train.codecs.kernels import KernelChoice
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,34 @@ class Codec(Protocol):
         plus the sum of the residuals, equals the sum of the gradients to rounding.
         """
         ...
+
+
+class StatelessCodec(ABC):
+    """Base of the codecs that learn nothing from step to step and do not mind what shapes a bucket's tensors have."""
+
+    def __init__(self, strategy: Strategy, kernels: KernelChoice = "auto") -> None:
+        self.strategy = strategy
+        self.kernels: KernelChoice = kernels
+
+    def state_sizes(self, shapes: Shapes) -> tuple[int, ...]:
+        """See ``Codec.state_sizes``: none."""
+        return (0,) * len(shapes)
+
+    def make_buffers(
+        self,
+        num_elements: int,
+        num_ranks: int,
+        device: torch.device,
+        *,
+        shapes: Shapes | None = None,
+        state_s: Tensor | None = None,
+    ) -> Any:
+        """See ``Codec.make_buffers``."""
+        return self.allocate(num_elements, num_ranks, device)
+
+    @abstractmethod
+    def allocate(self, num_elements: int, num_ranks: int, device: torch.device) -> Any:
+        """The buffers of one bucket's exchange, for which its size is enough."""
 
 
 def average_alone(grad_n: Tensor, residual_n: Tensor | None, num_ranks: int) -> bool:

@@ -7,32 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import Shapes, Strategy
-from wirespeed.train.codecs.base import Message, average_alone
+from wirespeed.train.codecs.base import Message, StatelessCodec, average_alone
 
 
-class DenseCodec:
+class DenseCodec(StatelessCodec):
     """The exact average, to fp32 rounding."""
 
     stages: tuple[str, ...] = ("encode", "decode")
     has_residual = False
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
-
-    def state_sizes(self, shapes: Shapes) -> tuple[int, ...]:
-        """See ``Codec.state_sizes``: none."""
-        return (0,) * len(shapes)
-
-    def make_buffers(
-        self,
-        num_elements: int,
-        num_ranks: int,
-        device: torch.device,
-        *,
-        shapes: Shapes | None = None,
-        state_s: Tensor | None = None,
-    ) -> None:
+    def allocate(self, num_elements: int, num_ranks: int, device: torch.device) -> None:
         """Nothing: the gradient itself is the message."""
 
     def exchange(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wirespeed.errors import MissingCapability, UsageError
-from wirespeed.train.codecs.layout import Int8Layout, TopkLayout
+from wirespeed.train.codecs.layout import BlockLayout, TopkLayout
 
 KernelChoice = Literal["auto", "numba", "torch"]
 
@@ -30,7 +30,7 @@ HALF_SCALE_EXPONENT_LIMIT = 100
 HALF_TINY = 2.0**-24
 """fp16's smallest. Entries that are not zero are sent as no less, so that an all-zero sum means zero gradients, and not
 that the scale is too small to see them. A sum that N of these can make up is then taken for zero."""
-INT8_TINY = 2.0**-100
+BLOCK_TINY = 2.0**-100
 """A block whose largest entry is below this is sent as zeros and stays in the residual: its scale would be denormal."""
 TOPK_SCALE_EXPONENT = 14
 """A chunk's largest value is sent as 2^14 up to 2^15: no overflow, and full precision 2^28 below it."""
@@ -50,11 +50,11 @@ class HalfBuffers:
 
 
 @dataclass
-class Int8Buffers:
-    """``send_b`` and ``received_b`` hold N records, ``own_b`` one. ``received_b`` takes both collectives' results."""
+class BlockBuffers:
+    """Of int8, int4, sign. ``send_b`` and ``received_b`` (both collectives' results) hold N records, ``own_b`` one."""
 
     kernels: Kernels
-    layout: Int8Layout
+    layout: BlockLayout
     send_b: Tensor
     received_b: Tensor
     own_b: Tensor
@@ -89,20 +89,24 @@ class Kernels(Protocol):
         """``grad = send / scale``, zero up to N x HALF_TINY; then adapt the scale to the largest sum."""
         ...
 
-    def int8_work(self, layout: Int8Layout, device: torch.device) -> Any:
-        """Scratch space for the int8 kernels."""
+    def block_work(self, layout: BlockLayout, device: torch.device) -> Any:
+        """Scratch space for the kernels of ``layout.codec``."""
         ...
 
-    def int8_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: Int8Buffers) -> None:
-        """Quantize ``grad + residual`` by blocks into N records; what rounding took away becomes the residual."""
+    def block_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: BlockBuffers) -> None:
+        """Quantize ``grad + residual`` by blocks into N records; what that took away becomes the residual.
+
+        int8 and int4 round to 127 and 7 times a block's scale, its largest magnitude over as much; sign sends its mean
+        magnitude and which entries are above zero.
+        """
         ...
 
-    def int8_reduce(self, residual_n: Tensor, buffers: Int8Buffers, rank: int) -> None:
-        """Add the N received records in fp32 and quantize the sum; its rounding goes to the owner's residual."""
+    def block_reduce(self, residual_n: Tensor, buffers: BlockBuffers, rank: int) -> None:
+        """Add the N received records in fp32 and quantize the sum; what is lost goes to the owner's residual."""
         ...
 
-    def int8_decode(self, grad_n: Tensor, buffers: Int8Buffers) -> None:
-        """``grad = q * scale / N`` from the N gathered records."""
+    def block_decode(self, grad_n: Tensor, buffers: BlockBuffers) -> None:
+        """``grad = q * scale / N`` from the N gathered records (sign: plus or minus the scale)."""
         ...
 
     def topk_work(self, layout: TopkLayout, device: torch.device) -> Any:

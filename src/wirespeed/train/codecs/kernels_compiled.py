@@ -27,11 +27,11 @@ from numba.extending import intrinsic
 
 from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK
 from wirespeed.train.codecs.kernels import (
+    BLOCK_TINY,
     HALF_JUMP_EXPONENT,
     HALF_SCALE_EXPONENT_LIMIT,
     HALF_TARGET_EXPONENT,
     HALF_TINY,
-    INT8_TINY,
     TOPK_SCALE_EXPONENT,
     TOPK_SCALE_EXPONENT_MIN,
 )
@@ -191,7 +191,7 @@ def half_decode(send: Any, grad: Any, state: Any, num_ranks: int) -> None:
 def _int8_scales(largest: np.uint32) -> tuple[np.float32, np.float32]:
     """``(scale, 1 / scale)`` for the bits of a block's largest magnitude, which is finite."""
     size = _float(largest)
-    if size < np.float32(INT8_TINY):
+    if size < np.float32(BLOCK_TINY):
         return _ZERO, _ZERO
     return np.float32(size * np.float32(1 / 127)), np.float32(np.float32(127) / size)
 

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK
+from wirespeed.spec.strategy import TOPK_CHUNK
 from wirespeed.train.codecs import kernels_compiled as loops
-from wirespeed.train.codecs.kernels import HalfBuffers, Int8Buffers, TopkBuffers
-from wirespeed.train.codecs.layout import Int8Layout, TopkLayout
+from wirespeed.train.codecs import kernels_packed as packed
+from wirespeed.train.codecs.kernels import BlockBuffers, HalfBuffers, TopkBuffers
+from wirespeed.train.codecs.layout import BlockLayout, TopkLayout
 
 _Array = np.ndarray[Any, Any]
 
@@ -35,35 +36,56 @@ class NumbaKernels:
             buffers.send_n.numpy().view(np.uint16), grad_n.numpy(), buffers.state_2.numpy(), buffers.num_ranks
         )
 
-    def int8_work(self, layout: Int8Layout, device: torch.device) -> _Array:
-        """One block's sum."""
-        return torch.zeros(INT8_BLOCK).numpy()
+    def block_work(self, layout: BlockLayout, device: torch.device) -> _Array:
+        """Two blocks: a sum, and magnitudes that are added up."""
+        return torch.zeros(2 * layout.block).numpy()
 
-    def int8_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: Int8Buffers) -> None:
-        """See ``Kernels.int8_encode``."""
+    def block_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: BlockBuffers) -> None:
+        """See ``Kernels.block_encode``."""
         send, layout = buffers.send_b.numpy(), buffers.layout
-        loops.int8_encode(
-            grad_n.numpy(), residual_n.numpy(), send.view(np.int8), send.view(np.float32),
-            layout.shard, layout.shard_bytes,
-        )  # fmt: skip
+        grad, residual, scales = grad_n.numpy(), residual_n.numpy(), send.view(np.float32)
+        if layout.codec == "int8":
+            loops.int8_encode(grad, residual, send.view(np.int8), scales, layout.shard, layout.shard_bytes)
+        elif layout.codec == "int4":
+            packed.int4_encode(
+                grad, residual, send.view(np.int8), scales, layout.shard, layout.shard_bytes, buffers.work
+            )
+        else:
+            packed.sign_encode(grad, residual, send, scales, layout.shard, layout.shard_bytes, buffers.work)
 
-    def int8_reduce(self, residual_n: Tensor, buffers: Int8Buffers, rank: int) -> None:
-        """See ``Kernels.int8_reduce``."""
+    def block_reduce(self, residual_n: Tensor, buffers: BlockBuffers, rank: int) -> None:
+        """See ``Kernels.block_reduce``."""
         received, own, layout = buffers.received_b.numpy(), buffers.own_b.numpy(), buffers.layout
         first, size = layout.owned(rank)
-        loops.int8_reduce(
-            received.view(np.int8), received.view(np.float32),
-            own[: layout.shard].view(np.int8), own[layout.shard :].view(np.float32),
-            residual_n.numpy()[first : first + size], buffers.work, layout.num_ranks, layout.shard,
-        )  # fmt: skip
+        residual = residual_n.numpy()[first : first + size]
+        scales, own_scales = received.view(np.float32), own[layout.value_bytes :].view(np.float32)
+        own_values = own[: layout.value_bytes]
+        if layout.codec == "int8":
+            loops.int8_reduce(
+                received.view(np.int8), scales, own_values.view(np.int8), own_scales,
+                residual, buffers.work[: layout.block], layout.num_ranks, layout.shard,
+            )  # fmt: skip
+        elif layout.codec == "int4":
+            packed.int4_reduce(
+                received.view(np.int8), scales, own_values.view(np.int8), own_scales,
+                residual, buffers.work, layout.num_ranks, layout.shard, layout.shard_bytes,
+            )  # fmt: skip
+        else:
+            packed.sign_reduce(
+                received, scales, own_values, own_scales,
+                residual, buffers.work, layout.num_ranks, layout.shard, layout.shard_bytes,
+            )  # fmt: skip
 
-    def int8_decode(self, grad_n: Tensor, buffers: Int8Buffers) -> None:
-        """See ``Kernels.int8_decode``."""
+    def block_decode(self, grad_n: Tensor, buffers: BlockBuffers) -> None:
+        """See ``Kernels.block_decode``."""
         gathered, layout = buffers.received_b.numpy(), buffers.layout
-        loops.int8_decode(
-            gathered.view(np.int8), gathered.view(np.float32), grad_n.numpy(),
-            layout.shard, layout.shard_bytes, np.float32(1 / layout.num_ranks),
-        )  # fmt: skip
+        grad, scales, share = grad_n.numpy(), gathered.view(np.float32), np.float32(1 / layout.num_ranks)
+        if layout.codec == "int8":
+            loops.int8_decode(gathered.view(np.int8), scales, grad, layout.shard, layout.shard_bytes, share)
+        elif layout.codec == "int4":
+            packed.int4_decode(gathered.view(np.int8), scales, grad, layout.shard, layout.shard_bytes, share)
+        else:
+            packed.sign_decode(gathered, scales, grad, layout.shard, layout.shard_bytes, share)
 
     def topk_work(self, layout: TopkLayout, device: torch.device) -> tuple[_Array, ...]:
         """One chunk's sum (twice: as fp32 and its bits), group maxima, and candidates with their magnitudes' bits."""

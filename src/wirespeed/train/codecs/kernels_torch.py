@@ -12,23 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK
+from wirespeed.spec.strategy import TOPK_CHUNK
 from wirespeed.train.codecs.kernels import (
+    BLOCK_TINY,
     HALF_JUMP_EXPONENT,
     HALF_SCALE_EXPONENT_LIMIT,
     HALF_TARGET_EXPONENT,
     HALF_TINY,
-    INT8_TINY,
     TOPK_SCALE_EXPONENT,
     TOPK_SCALE_EXPONENT_MIN,
+    BlockBuffers,
     HalfBuffers,
-    Int8Buffers,
     TopkBuffers,
 )
-from wirespeed.train.codecs.layout import Int8Layout, TopkLayout
+from wirespeed.train.codecs.layout import BlockLayout, TopkLayout
 
 _ROUND = 1.5 * 2**23
-_ONE_127TH = float(torch.tensor(1 / 127))
 
 
 def _share(num_ranks: int) -> float:
@@ -47,12 +46,16 @@ def _exponent(value: Tensor) -> Tensor:
 
 
 @dataclass
-class _Int8Work:
-    """Padded to whole shards: the bucket, a second one, and whether a block is broken. B blocks of 1024."""
+class _BlockWork:
+    """Padded to whole shards: the bucket, a second one, and whether a block is broken; (blocks, block) each.
+
+    ``num_valid``: elements of each block that are the bucket's own and not padding.
+    """
 
     total: Tensor
     rounded: Tensor
     is_broken: Tensor
+    num_valid: Tensor
 
 
 class TorchKernels:
@@ -88,45 +91,54 @@ class TorchKernels:
         buffers.state_2[0] = torch.where(is_usable, aim, scale)
         buffers.state_2[1] = torch.where(is_usable, 1.0, buffers.state_2[1])
 
-    def int8_work(self, layout: Int8Layout, device: torch.device) -> _Int8Work:
+    def block_work(self, layout: BlockLayout, device: torch.device) -> _BlockWork:
         """Two fp32 buckets and a mask."""
-        shape = (layout.num_ranks * layout.blocks_per_shard, INT8_BLOCK)
-        return _Int8Work(
+        shape = (layout.num_ranks * layout.blocks_per_shard, layout.block)
+        starts = torch.arange(shape[0], device=device) * layout.block
+        return _BlockWork(
             total=torch.zeros(shape, device=device),
             rounded=torch.zeros(shape, device=device),
             is_broken=torch.zeros(shape, dtype=torch.bool, device=device),
+            num_valid=(layout.num_elements - starts).clamp_(0, layout.block).float(),
         )
 
-    def int8_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: Int8Buffers) -> None:
-        """See ``Kernels.int8_encode``."""
+    def block_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: BlockBuffers) -> None:
+        """See ``Kernels.block_encode``."""
         layout, work = buffers.layout, buffers.work
         size = layout.num_elements
         total_n = work.total.view(-1)
         torch.add(grad_n, residual_n, out=total_n[:size])
         total_n[size:].zero_()
-        _quantize(work.total, work.rounded, work.is_broken, *_parts(buffers.send_b, layout))
+        _quantize(work, layout, *_parts(buffers.send_b, layout))
         torch.where(work.is_broken.view(-1)[:size], residual_n, total_n[:size], out=residual_n)
 
-    def int8_reduce(self, residual_n: Tensor, buffers: Int8Buffers, rank: int) -> None:
-        """See ``Kernels.int8_reduce``."""
+    def block_reduce(self, residual_n: Tensor, buffers: BlockBuffers, rank: int) -> None:
+        """See ``Kernels.block_reduce``."""
         layout, work = buffers.layout, buffers.work
         blocks = layout.blocks_per_shard
-        total, rounded, is_broken = work.total[:blocks], work.rounded[:blocks], work.is_broken[:blocks]
+        own = _BlockWork(
+            work.total[:blocks],
+            work.rounded[:blocks],
+            work.is_broken[:blocks],
+            work.num_valid[rank * blocks : (rank + 1) * blocks],
+        )
         values, scales = _parts(buffers.received_b, layout)
-        total.zero_()
+        own.total.zero_()
         for sender in range(layout.num_ranks):
-            rounded.copy_(values[sender].view(blocks, INT8_BLOCK))
-            total.add_(rounded.mul_(scales[sender].unsqueeze(1)))
-        _quantize(total, rounded, is_broken, *_parts(buffers.own_b, layout))
+            own.rounded.copy_(_unpacked(values[sender], layout))
+            own.total.add_(own.rounded.mul_(scales[sender].unsqueeze(1)))
         first, size = layout.owned(rank)
-        total.masked_fill_(is_broken, 0.0)
-        residual_n[first : first + size].add_(total.view(-1)[:size])
+        if layout.codec == "sign":  # padding was decoded too: one bit cannot say zero. int8 and int4 sent zeros
+            own.total.view(-1)[size:].masked_fill_(torch.isfinite(own.total.view(-1)[size:]), 0.0)
+        _quantize(own, layout, *_parts(buffers.own_b, layout))
+        own.total.masked_fill_(own.is_broken, 0.0)
+        residual_n[first : first + size].add_(own.total.view(-1)[:size])
 
-    def int8_decode(self, grad_n: Tensor, buffers: Int8Buffers) -> None:
-        """See ``Kernels.int8_decode``."""
+    def block_decode(self, grad_n: Tensor, buffers: BlockBuffers) -> None:
+        """See ``Kernels.block_decode``."""
         layout, work = buffers.layout, buffers.work
         values, scales = _parts(buffers.received_b, layout)
-        work.total.view(values.shape).copy_(values)
+        work.total.copy_(_unpacked(values, layout))
         work.total.mul_((scales * _share(layout.num_ranks)).reshape(-1, 1))
         grad_n.copy_(work.total.view(-1)[: layout.num_elements])
 
@@ -173,25 +185,72 @@ class TorchKernels:
         grad_n[split:].add_(broken[layout.whole :])
 
 
-def _parts(records_b: Tensor, layout: Int8Layout) -> tuple[Tensor, Tensor]:
-    """``(values, scales)`` of one or N records, one row each."""
+def _parts(records_b: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
+    """``(values, scales)`` of one or N records, one row each: bytes, and fp32."""
     rows = records_b.view(-1, layout.shard_bytes)
-    return rows[:, : layout.shard].view(torch.int8), rows[:, layout.shard :].view(torch.float32)
+    return rows[:, : layout.value_bytes], rows[:, layout.value_bytes :].view(torch.float32)
 
 
-def _quantize(total: Tensor, rounded: Tensor, is_broken: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Write ``total`` as int8 and scales; what rounding took away is left in ``total``. Broken blocks: 0, scale nan."""
+def _quantize(work: _BlockWork, layout: BlockLayout, values: Tensor, scales: Tensor) -> None:
+    """Write ``work.total`` as values and scales; what that took away is left in it. Broken blocks: 0, scale nan."""
+    total, rounded, is_broken = work.total, work.rounded, work.is_broken
     largest = torch.abs(total, out=rounded).amax(1)
     is_finite = torch.isfinite(largest)
-    is_sent = is_finite & (largest >= INT8_TINY)
-    inverse = torch.where(is_sent, torch.full_like(largest, 127.0) / largest, 0.0)
-    scale = torch.where(is_sent, largest * _ONE_127TH, 0.0)
     is_broken.copy_(~is_finite.unsqueeze(1))
-    torch.mul(total, inverse.unsqueeze(1), out=rounded)
-    rounded.add_(_ROUND).sub_(_ROUND).masked_fill_(is_broken, 0.0)
-    values.copy_(rounded.view(values.shape))
+    if layout.codec == "sign":
+        size = _mean_magnitude(rounded, work.num_valid)
+        scale = torch.where(is_finite & (size >= BLOCK_TINY), size, 0.0)
+        rounded.copy_(total > 0).mul_(2).sub_(1)
+        is_sent = (total > 0) & ~is_broken
+        values.copy_(_packed_bits(is_sent).view(values.shape))
+    else:
+        levels = 127.0 if layout.codec == "int8" else 7.0
+        is_sent = is_finite & (largest >= BLOCK_TINY)
+        inverse = torch.where(is_sent, torch.full_like(largest, levels) / largest, 0.0)
+        scale = torch.where(is_sent, largest * float(torch.tensor(1 / levels)), 0.0)
+        torch.mul(total, inverse.unsqueeze(1), out=rounded)
+        rounded.add_(_ROUND).sub_(_ROUND).masked_fill_(is_broken, 0.0)
+        whole = rounded.to(torch.int8)
+        values.copy_((whole if layout.codec == "int8" else _packed_nibbles(whole)).view(torch.uint8).view(values.shape))
     scales.copy_(torch.where(is_finite, scale, torch.nan).view(scales.shape))
     total.sub_(rounded.mul_(scale.unsqueeze(1)))
+
+
+def _mean_magnitude(magnitudes: Tensor, num_valid: Tensor) -> Tensor:
+    """Mean of each block's valid entries, added in halves: the order is fixed, and 1/1024 keeps the sum finite."""
+    block = magnitudes.shape[1]
+    folded = magnitudes * (1 / block)
+    while folded.shape[1] > 1:
+        half = folded.shape[1] // 2
+        folded = folded[:, :half] + folded[:, half:]
+    count = num_valid.clamp(min=1)
+    return folded[:, 0] * (torch.full_like(count, float(block)) / count)
+
+
+def _packed_bits(is_set: Tensor) -> Tensor:
+    """Bit k of byte j of a block: entry 128 k + j."""
+    blocks, block = is_set.shape
+    places = torch.arange(8, dtype=torch.uint8, device=is_set.device).view(1, 8, 1)
+    return (is_set.view(blocks, 8, block // 8).to(torch.uint8) << places).sum(1, dtype=torch.uint8)
+
+
+def _packed_nibbles(whole: Tensor) -> Tensor:
+    """Byte j of a block: entry j in the low four bits, entry j + block / 2 in the high ones."""
+    half = whole.shape[1] // 2
+    return (whole[:, :half] & 15) | (whole[:, half:] << 4)
+
+
+def _unpacked(values: Tensor, layout: BlockLayout) -> Tensor:
+    """Values of any number of whole shards, (blocks, block): integers, or plus and minus one."""
+    rows = values.reshape(-1, layout.value_bytes // layout.blocks_per_shard)
+    if layout.codec == "int8":
+        return rows.view(torch.int8)
+    if layout.codec == "int4":
+        pairs = rows.view(torch.int8)
+        return torch.cat([((pairs & 15) ^ 8) - 8, pairs >> 4], dim=1)
+    places = torch.arange(8, dtype=torch.uint8, device=rows.device).view(1, 8, 1)
+    bits = (rows.unsqueeze(1) >> places) & 1
+    return bits.view(len(rows), -1).to(torch.int8) * 2 - 1
 
 
 def _select(total: Tensor, residual: Tensor, scales: Tensor, values: Tensor, indices: Tensor) -> None:

@@ -1,7 +1,12 @@
 """Where each codec's parts stand in its messages. Sizes come from ``spec.strategy``; offsets are fixed here alone.
 
 int8, one record per shard:   ``[q: int8 x S][scale: fp32 x S / 1024]``
+int4, one record per shard:   ``[q: 4 bits x S][scale: fp32 x S / 256]``
+sign, one record per shard:   ``[q: 1 bit x S][scale: fp32 x S / 1024]``
 top-k, one record per rank:   ``[scale: fp32 x C][value: fp16 x K][index: uint16 x K]``
+
+Within a block of int4 byte j holds element j (low four bits, two's complement) and element j + 128; within one of sign,
+bit k of byte j says whether element 128 k + j is above zero.
 
 All numbers are little-endian as the host stores them; every part starts at a multiple of its own size within the
 record, and records follow each other without gaps. All ranks must agree on elements, ranks and strategy: nothing in a
@@ -13,39 +18,51 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wirespeed.spec.strategy import (
+    BLOCK_FORMATS,
     BYTES_PER_ELEMENT,
-    INT8_BLOCK,
     TOPK_CHUNK,
-    int8_shard_bytes,
-    int8_shard_elements,
+    CodecName,
+    block_shard_bytes,
+    block_shard_elements,
     topk_counts,
     topk_payload_bytes,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int8Layout:
-    """One bucket of ``num_elements`` among ``num_ranks``: rank j owns elements j * shard up to (j + 1) * shard."""
+class BlockLayout:
+    """One bucket of ``num_elements`` among ``num_ranks``: rank j owns elements j * shard up to (j + 1) * shard.
 
+    ``value_bytes``: of a shard's elements, after which its scales follow.
+    """
+
+    codec: CodecName
     num_elements: int
     num_ranks: int
+    block: int
     shard: int
+    value_bytes: int
     shard_bytes: int
 
     @classmethod
-    def of(cls, num_elements: int, num_ranks: int) -> Int8Layout:
+    def of(cls, codec: CodecName, num_elements: int, num_ranks: int) -> BlockLayout:
         """The layout that ``Strategy.transfers`` counts."""
+        block, bits = BLOCK_FORMATS[codec]
+        shard = block_shard_elements(codec, num_elements, num_ranks)
         return cls(
+            codec=codec,
             num_elements=num_elements,
             num_ranks=num_ranks,
-            shard=int8_shard_elements(num_elements, num_ranks),
-            shard_bytes=int8_shard_bytes(num_elements, num_ranks),
+            block=block,
+            shard=shard,
+            value_bytes=shard * bits // 8,
+            shard_bytes=block_shard_bytes(codec, num_elements, num_ranks),
         )
 
     @property
     def blocks_per_shard(self) -> int:
         """Scales in a shard's record."""
-        return self.shard // INT8_BLOCK
+        return self.shard // self.block
 
     def owned(self, rank: int) -> tuple[int, int]:
         """First element of the rank's shard, and how many of the bucket's elements lie in it (0 for pure padding)."""

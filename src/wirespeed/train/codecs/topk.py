@@ -16,40 +16,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import Shapes, Strategy
-from wirespeed.train.codecs.base import Message, average_alone
-from wirespeed.train.codecs.kernels import KernelChoice, TopkBuffers, kernels_for
+from wirespeed.train.codecs.base import Message, StatelessCodec, average_alone
+from wirespeed.train.codecs.kernels import TopkBuffers, kernels_for
 from wirespeed.train.codecs.layout import TopkLayout
 
 
-class TopkCodec:
+class TopkCodec(StatelessCodec):
     """Chunk-wise top-k with a fixed number of entries per chunk."""
 
     stages: tuple[str, ...] = ("encode", "decode")
     has_residual = True
 
-    def __init__(self, strategy: Strategy, kernels: KernelChoice = "auto") -> None:
-        assert strategy.ratio is not None
-        self.strategy = strategy
-        self._ratio = strategy.ratio
-        self._choice = kernels
-
-    def state_sizes(self, shapes: Shapes) -> tuple[int, ...]:
-        """See ``Codec.state_sizes``: none."""
-        return (0,) * len(shapes)
-
-    def make_buffers(
-        self,
-        num_elements: int,
-        num_ranks: int,
-        device: torch.device,
-        *,
-        shapes: Shapes | None = None,
-        state_s: Tensor | None = None,
-    ) -> TopkBuffers:
+    def allocate(self, num_elements: int, num_ranks: int, device: torch.device) -> TopkBuffers:
         """About 4 (N + 1) bytes per entry sent (the torch kernels: some 40 bytes per element more)."""
-        kernels = kernels_for(self._choice, device)
-        layout = TopkLayout.of(num_elements, num_ranks, self._ratio)
+        assert self.strategy.ratio is not None
+        kernels = kernels_for(self.kernels, device)
+        layout = TopkLayout.of(num_elements, num_ranks, self.strategy.ratio)
         records = torch.zeros(num_ranks + 1, layout.payload_bytes, dtype=torch.uint8, device=device)
         return TopkBuffers(
             kernels=kernels,

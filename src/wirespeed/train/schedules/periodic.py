@@ -1,0 +1,315 @@
+"""local_sgd and diloco: each rank trains by itself, and once per period the parameters are brought together.
+
+No gradient is exchanged in between. After ``period`` optimizer steps ``local_sgd`` sets the parameters of all ranks to
+their average: with dense by averaging them as they are, with another codec by averaging how far each has moved from
+where all last stood (so that the codec has small numbers to encode, and error feedback keeps what it left out).
+``diloco`` (arXiv 2311.08105) takes the mean move as the gradient of an outer optimizer, SGD with Nesterov momentum,
+that steps from where all last stood. After an exchange parameters are equal on all ranks, byte by byte.
+
+A period counts backwards that synchronise, whether or not a loss scaler lets the optimizer step, because that is what
+all ranks count alike: at a step that ends a period, ranks first agree whether any of them has a gradient that is not
+finite, and then all have. The optimizer's own state stays with its rank (a session that switches to exchanging
+gradients again averages it). Floating-point buffers that belong to the
+model's state (running means) are averaged too; DDP's broadcast of buffers before every forward is off meanwhile.
+
+It can be wrong to look between two exchanges: ranks then hold different parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from wirespeed.errors import DataError, UsageError
+from wirespeed.spec.strategy import OUTER_LEARNING_RATE, OUTER_MOMENTUM
+from wirespeed.train.exchanger import Exchanger, finished
+from wirespeed.train.schedules.base import GradientBucket
+
+
+@dataclass
+class _Fragment:
+    """Parameters that cross together, flat. ``base``: where all ranks last stood (empty where it is not needed)."""
+
+    index: int
+    names: tuple[str, ...]
+    parameters: tuple[Tensor, ...]
+    values: Tensor
+    base: Tensor
+    momentum: Tensor
+    parts: tuple[Tensor, ...] = field(init=False)
+    """Views of ``values``, one per parameter, in its shape."""
+
+    def __post_init__(self) -> None:
+        flat = torch.split(self.values, [p.numel() for p in self.parameters])
+        self.parts = tuple(part.view(p.shape) for part, p in zip(flat, self.parameters, strict=True))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(p.shape) for p in self.parameters)
+
+    def read(self) -> None:
+        """Parameters into ``values``."""
+        for part, parameter in zip(self.parts, self.parameters, strict=True):
+            part.copy_(parameter)
+
+    def write(self) -> None:
+        """``values`` into the parameters."""
+        for part, parameter in zip(self.parts, self.parameters, strict=True):
+            parameter.copy_(part)
+
+
+class Periodic:
+    """See ``Schedule``: both schedules that exchange parameters."""
+
+    def __init__(self, ddp: DistributedDataParallel, exchanger: Exchanger) -> None:
+        strategy = exchanger.strategy
+        assert strategy.period is not None
+        self._ddp = ddp
+        self._exchanger = exchanger
+        self._period = strategy.period
+        self._warmup_steps = strategy.warmup_steps
+        self._is_outer = strategy.schedule == "diloco"
+        self._keeps_base = self._is_outer or not exchanger.is_plain
+        self._num_synced = 0
+        self._num_apart = 0
+        self._is_due = False
+        self._is_bad = False
+        """Whether a gradient of this backward is not finite; looked at where the backward ends a period."""
+        self._fragments: list[_Fragment] | None = None
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        """Of a loaded state, until the fragments are made."""
+        self._synced_buffers = bool(ddp.broadcast_buffers)
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Only while it warms up."""
+        return self._num_synced < self._warmup_steps
+
+    @property
+    def num_steps_apart(self) -> int:
+        """Steps since the last exchange."""
+        return self._num_apart
+
+    @property
+    def has_trained_apart(self) -> bool:
+        """Whether the local phase has begun."""
+        return self._num_synced > self._warmup_steps or self._fragments is not None
+
+    def exchange(self, bucket: GradientBucket) -> torch.futures.Future[Tensor]:
+        """While warming up the average over the ranks; afterwards this rank's own gradients."""
+        is_local = self._num_synced >= self._warmup_steps
+        if is_local and self._fragments is None:
+            self._part()
+        if is_local and self._ends_period(self._num_synced + 1):
+            self._is_bad = self._is_bad or not bool(torch.isfinite(bucket.values).all())
+            if bucket.is_last:
+                self._agree_on_overflow(bucket.values)
+        if bucket.is_last:
+            self._num_synced += 1
+            if is_local:
+                self._num_apart += 1
+                self._is_due = self._ends_period(self._num_synced)
+        if is_local:
+            return finished(bucket.values)
+        return self._exchanger.average(bucket.values, bucket=bucket.index, names=bucket.names, shapes=bucket.shapes)
+
+    def is_due(self) -> bool:
+        """Whether a period has ended and its exchange has not begun."""
+        return self._is_due
+
+    def step_taken(self) -> None:
+        """Bring the ranks together where a period has ended."""
+        if self._is_due:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Bring the ranks together now. The next period begins here."""
+        self._is_due = False
+        if self._num_apart == 0:
+            return
+        self._num_apart = 0
+        self._num_synced = self._warmup_steps
+        self._bring_together()
+
+    def close(self) -> None:
+        """Let DDP broadcast buffers again. Parameters stay as they are."""
+        self._ddp.broadcast_buffers = self._synced_buffers
+        self._fragments = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the period it stands, where all ranks last stood, and the outer momentum, by parameter."""
+        return {
+            "num_synced": self._num_synced,
+            "num_apart": self._num_apart,
+            "base": self._by_name("base"),
+            "momentum": self._by_name("momentum"),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. The model's own parameters are loaded by whoever loads the model."""
+        self._num_synced, self._num_apart = int(state["num_synced"]), int(state["num_apart"])
+        self._is_due = False
+        self._waiting = {key: dict(state[key]) for key in ("base", "momentum")}
+        self._fragments = None
+
+    # ---------------------------------------------------------------- inside
+
+    def _ends_period(self, num_synced: int) -> bool:
+        done = num_synced - self._warmup_steps
+        return done > 0 and done % self._period == 0
+
+    def _agree_on_overflow(self, values: Tensor) -> None:
+        """A loss scaler must skip on all ranks or on none: where one has inf or nan, all are given nan."""
+        flag = torch.tensor([float(self._is_bad)], device=values.device)
+        self._is_bad = False
+        try:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._exchanger.group)
+        except RuntimeError as fault:  # raised from here, it would come out of DDP's reducer as something else
+            self._exchanger.fail(fault)
+            return
+        if values.is_cuda:  # without asking the device
+            values.add_(torch.where(flag > 0, torch.nan, 0.0).to(values.dtype))
+        elif bool(flag > 0):
+            values.fill_(torch.nan)
+
+    def _part(self) -> None:
+        """The local phase begins: remember where all ranks stand."""
+        # What was held back so far is of gradients; from here on it is of parameters.
+        if not any(self._waiting.values()):
+            self._exchanger.residuals.clear()
+            self._exchanger.forget()
+        self._ddp.broadcast_buffers = False
+        self._fragments = list(self._make_fragments())
+        for fragment in self._fragments:
+            if self._keeps_base:
+                fragment.read()
+                fragment.base.copy_(fragment.values)
+                _fill(fragment, fragment.base, self._waiting.get("base", {}), "base")
+            if self._is_outer:
+                _fill(fragment, fragment.momentum, self._waiting.get("momentum", {}), "outer momentum")
+        self._waiting = {}
+
+    def _make_fragments(self) -> Iterator[_Fragment]:
+        """Parameters in reversed order, as DDP divides them, by type, up to the strategy's bucket size."""
+        limit = self._exchanger.strategy.bucket_bytes
+        held: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        index = 0
+        named = [(name, p) for name, p in self._ddp.module.named_parameters() if p.requires_grad]
+        for name, parameter in reversed(named):
+            if torch._debug_has_internal_overlap(parameter) == 1:
+                raise UsageError(
+                    f"elements of parameter {name!r} share memory", expected=f"ordinary parameters for {self._schedule}"
+                )
+            group = held.setdefault(parameter.dtype, [])
+            group.append((name, parameter))
+            if 4 * sum(p.numel() for _, p in group) >= limit:
+                yield self._fragment(index, held.pop(parameter.dtype))
+                index += 1
+        for rest in held.values():
+            yield self._fragment(index, rest)
+            index += 1
+
+    def _fragment(self, index: int, named: list[tuple[str, Tensor]]) -> _Fragment:
+        num_elements = sum(p.numel() for _, p in named)
+        first = named[0][1]
+        # What is averaged or stepped is not rounded to 16 bits in between.
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+
+        def flat(size: int) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=first.device)
+
+        return _Fragment(
+            index=index,
+            names=tuple(name for name, _ in named),
+            parameters=tuple(p for _, p in named),
+            values=flat(num_elements),
+            base=flat(num_elements if self._keeps_base else 0),
+            momentum=flat(num_elements if self._is_outer else 0),
+        )
+
+    @torch.no_grad()
+    def _bring_together(self) -> None:
+        """One exchange of all fragments: encode, send and decode of neighbours overlap, as buckets do."""
+        if self._fragments is None:
+            self._part()
+        assert self._fragments is not None
+        try:
+            futures = [self._send(fragment) for fragment in self._fragments]
+            buffers, buffers_future = self._send_buffers()
+            for fragment, future in zip(self._fragments, futures, strict=True):
+                future.wait()
+                self._exchanger.raise_failure()
+                self._apply(fragment)
+            if buffers_future is not None:
+                _write_flat(buffers, buffers_future.wait())
+        except RuntimeError as fault:
+            self._exchanger.fail(fault)
+            self._exchanger.raise_failure()
+
+    def _send(self, fragment: _Fragment) -> torch.futures.Future[Tensor]:
+        fragment.read()
+        if self._keeps_base:
+            fragment.values.sub_(fragment.base)
+        return self._exchanger.average(
+            fragment.values, bucket=fragment.index, names=fragment.names, shapes=fragment.shapes
+        )
+
+    def _apply(self, fragment: _Fragment) -> None:
+        """Set the parameters from the average in ``values``."""
+        if self._is_outer:
+            # torch.optim.SGD(nesterov=True) on ``base`` with the gradient -values.
+            outer = fragment.values.neg_()
+            fragment.momentum.mul_(OUTER_MOMENTUM).add_(outer)
+            outer.add_(fragment.momentum, alpha=OUTER_MOMENTUM)
+            fragment.base.add_(outer, alpha=-OUTER_LEARNING_RATE)
+            fragment.values.copy_(fragment.base)
+        elif self._keeps_base:
+            fragment.values.add_(fragment.base)
+            fragment.base.copy_(fragment.values)
+        fragment.write()
+
+    def _send_buffers(self) -> tuple[list[Tensor], torch.futures.Future[Tensor] | None]:
+        saved = self._ddp.module.state_dict(keep_vars=True)
+        buffers = [b for name, b in self._ddp.module.named_buffers() if name in saved and b.is_floating_point()]
+        if not buffers:
+            return [], None
+        flat = torch.cat([b.detach().flatten().float() for b in buffers])
+        return buffers, self._exchanger.all_reduce(flat)
+
+    def _by_name(self, what: str) -> dict[str, Tensor]:
+        if self._fragments is None:
+            return dict(self._waiting.get(what, {}))
+        named: dict[str, Tensor] = {}
+        for fragment in self._fragments:
+            flat: Tensor = getattr(fragment, what)
+            if flat.numel() > 0:
+                parts = torch.split(flat, [p.numel() for p in fragment.parameters])
+                named |= {name: part.clone() for name, part in zip(fragment.names, parts, strict=True)}
+        return named
+
+    @property
+    def _schedule(self) -> str:
+        return self._exchanger.strategy.schedule
+
+
+def _fill(fragment: _Fragment, flat: Tensor, held: dict[str, Tensor], what: str) -> None:
+    """Copy saved values into their places. Raises DataError where one does not fit."""
+    parts = torch.split(flat, [p.numel() for p in fragment.parameters])
+    for name, part in zip(fragment.names, parts, strict=True):
+        value = held.get(name)
+        if value is None:
+            continue
+        if value.numel() != part.numel():
+            raise DataError(f"the {what} of {name!r} has {value.numel()} elements", expected=f"{part.numel()} elements")
+        part.copy_(value.flatten())
+
+
+def _write_flat(tensors: list[Tensor], flat: Tensor) -> None:
+    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
