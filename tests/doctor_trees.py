@@ -65,9 +65,7 @@ MLXLINK = (
 )
 MLNX_QOS = (
     "DCBX mode: OS controlled\nPriority trust state: dscp\ndscp2prio mapping:\n"
-    + "".join(
-        f"\tprio:{p} dscp:{','.join(f'{d:02d}' for d in range(8 * p + 7, 8 * p - 1, -1))},\n" for p in range(8)
-    )
+    + "".join(f"\tprio:{p} dscp:{','.join(f'{d:02d}' for d in range(8 * p + 7, 8 * p - 1, -1))},\n" for p in range(8))
     + "PFC configuration:\n\tpriority    0   1   2   3   4   5   6   7\n\tenabled     0   0   0   1   0   0   0   0\n"
 )
 LLDP_PFC = "Priority-based Flow Control TLV\n\tWilling: no\n\tMACsec Bypass Capable: no\n\tPFC capable traffic classes: 8\n\tPFC enabled: 3\n"
