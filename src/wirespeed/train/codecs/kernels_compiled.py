@@ -9,23 +9,31 @@ Top-k, per chunk: add the residual and keep the maximum of each of a few hundred
 vectorises); the k-th largest of these maxima is passed by at least k entries, one of each of k groups, and typically by
 1.2 k; only those are collected and searched for the exact k-th largest. Both searches bisect and count.
 
-All compiled code stands in this file: numba's cache is keyed by the time and size of the file that holds a function,
-and would not see a change in another. Touch this file when a constant that it imports changes.
+Touch this file when something that it imports changes (numba's cache, see ``compiling``).
 """
 # ruff: noqa: PLR0917 - numba compiles positional arguments; each kernel has one caller
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
 from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK
+from wirespeed.train.codecs.compiling import (
+    INF,
+    MAGNITUDE,
+    NAN,
+    ROUND,
+    SIGN,
+    ZERO,
+    bits_of,
+    float_of,
+    intrinsic_of,
+    jit,
+)
 from wirespeed.train.codecs.kernels import (
     BLOCK_TINY,
     HALF_JUMP_EXPONENT,
@@ -36,53 +44,11 @@ from wirespeed.train.codecs.kernels import (
     TOPK_SCALE_EXPONENT_MIN,
 )
 
-
-def _jit(function: Callable[..., Any]) -> Any:
-    """Compile on first call; kept in numba's cache where a folder for it can be written."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # numba's "no locator available": install, home and cache folder are all read-only
-        return numba.njit(**options)(function)
-
-
-def _intrinsic(function: Callable[..., Any]) -> Any:
-    """A function that writes its own LLVM operations."""
-    return intrinsic(function)
-
-
-_SIGN = np.uint32(0x80000000)
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-_INF = np.uint32(0x7F800000)
-_NAN = np.float32(np.nan)
-_ZERO = np.float32(0)
-_ROUND = np.float32(1.5 * 2**23)
-"""Added and taken away again, it rounds |x| < 2^22 to the nearest integer, half to even."""
 LANES = 64
 """Entries compared at once where top-k collects candidates: one bit each of a 64-bit mask."""
 
 
-@_intrinsic
-def _bits(context: Any, value: Any) -> Any:
-    """The bits of an fp32."""
-
-    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), build
-
-
-@_intrinsic
-def _float(context: Any, bits: Any) -> Any:
-    """The fp32 of these bits."""
-
-    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), build
-
-
-@_intrinsic
+@intrinsic_of
 def _copy_and_mask(context: Any, bits: Any, start: Any, threshold: Any, target: Any) -> Any:
     """Copy LANES entries to ``target``; bit i says whether the magnitude in ``bits[start + i]`` reaches ``threshold``.
 
@@ -110,7 +76,7 @@ def _copy_and_mask(context: Any, bits: Any, start: Any, threshold: Any, target: 
     return types.uint64(bits, types.intp, types.uint32, target), build
 
 
-@_intrinsic
+@intrinsic_of
 def _lowest_bit(context: Any, mask: Any) -> Any:
     """Index of the lowest bit set; undefined for 0."""
 
@@ -120,49 +86,49 @@ def _lowest_bit(context: Any, mask: Any) -> Any:
     return types.intp(types.uint64), build
 
 
-@_jit
+@jit
 def _to_half(value: np.float32) -> np.uint16:
     """fp16 bits of an fp32, nearest, half to even; too large becomes inf; a nan keeps its sign."""
-    bits = _bits(value)
-    sign = np.uint32((bits & _SIGN) >> np.uint32(16))
-    size = np.uint32(bits & _MAGNITUDE)
+    bits = bits_of(value)
+    sign = np.uint32((bits & SIGN) >> np.uint32(16))
+    size = np.uint32(bits & MAGNITUDE)
     odd = np.uint32((size >> np.uint32(13)) & np.uint32(1))
     normal = np.uint32(np.uint32(size + np.uint32(0xFFF) + odd - np.uint32(112 << 23)) >> np.uint32(13))
     # Adding 0.5 aligns the value to the spacing of fp16's subnormals, 2^-24, and rounds as the hardware rounds.
-    small = np.uint32(_bits(np.float32(_float(size) + np.float32(0.5))) - np.uint32(0x3F000000))
+    small = np.uint32(bits_of(np.float32(float_of(size) + np.float32(0.5))) - np.uint32(0x3F000000))
     half = small if size < np.uint32(113 << 23) else normal
     half = np.uint32(0x7C00) if size >= np.uint32(0x477FF000) else half  # from 65520 on
-    half = np.uint32(0x7E00) if size > _INF else half
+    half = np.uint32(0x7E00) if size > INF else half
     return np.uint16(sign | half)
 
 
-@_jit
+@jit
 def _from_half(half: np.uint16) -> Any:
     """The fp32 of fp16 bits: exact."""
     sign = np.uint32(np.uint32(half & np.uint16(0x8000)) << np.uint32(16))
     size = np.uint32(half & np.uint16(0x7FFF))
     normal = np.uint32(np.uint32(size << np.uint32(13)) + np.uint32(112 << 23))
-    small = _bits(np.float32(np.float32(size) * np.float32(2.0**-24)))
+    small = bits_of(np.float32(np.float32(size) * np.float32(2.0**-24)))
     bits = small if size < np.uint32(0x400) else normal
     bits = np.uint32(np.uint32(size << np.uint32(13)) + np.uint32(224 << 23)) if size >= np.uint32(0x7C00) else bits
-    return _float(np.uint32(sign | bits))
+    return float_of(np.uint32(sign | bits))
 
 
-@_jit
+@jit
 def half_encode(grad: Any, send: Any, factor: np.float32, limit: np.float32) -> None:
     """``send`` (uint16) = fp16 bits of ``grad * factor``, within HALF_TINY and ``limit``; not finite becomes nan."""
-    tiny = _bits(np.float32(HALF_TINY))
+    tiny = bits_of(np.float32(HALF_TINY))
     for i in range(grad.size):
         scaled = np.float32(grad[i] * factor)
         scaled = limit if scaled > limit else scaled
         scaled = -limit if scaled < -limit else scaled
-        bits = _bits(np.float32(scaled + np.float32(grad[i] * _ZERO)))
-        size = np.uint32(bits & _MAGNITUDE)
+        bits = bits_of(np.float32(scaled + np.float32(grad[i] * ZERO)))
+        size = np.uint32(bits & MAGNITUDE)
         size = tiny if np.uint32(size - np.uint32(1)) < tiny else size  # 0 wraps round and stays 0
-        send[i] = _to_half(_float(np.uint32(np.uint32(bits & _SIGN) | size)))
+        send[i] = _to_half(float_of(np.uint32(np.uint32(bits & SIGN) | size)))
 
 
-@_jit
+@jit
 def half_decode(send: Any, grad: Any, state: Any, num_ranks: int) -> None:
     """``grad = send / scale``; adapt ``state`` (scale, whether adapted before) to the largest magnitude."""
     largest = np.uint16(0)
@@ -177,7 +143,7 @@ def half_decode(send: Any, grad: Any, state: Any, num_ranks: int) -> None:
         grad[i] = np.float32(_from_half(half) * inverse)
     if largest == 0 or largest >= np.uint16(0x7C00):
         return
-    exponent = np.int64(_bits(_from_half(largest)) >> np.uint32(23)) - 127
+    exponent = np.int64(bits_of(_from_half(largest)) >> np.uint32(23)) - 127
     scale = np.float32(state[0] * np.float32(2.0 ** (HALF_TARGET_EXPONENT - exponent)))
     if state[1] > 0:
         jump = np.float32(scale * np.float32(2.0**-HALF_JUMP_EXPONENT))
@@ -187,16 +153,16 @@ def half_decode(send: Any, grad: Any, state: Any, num_ranks: int) -> None:
     state[1] = np.float32(1)
 
 
-@_jit
+@jit
 def _int8_scales(largest: np.uint32) -> tuple[np.float32, np.float32]:
     """``(scale, 1 / scale)`` for the bits of a block's largest magnitude, which is finite."""
-    size = _float(largest)
+    size = float_of(largest)
     if size < np.float32(BLOCK_TINY):
-        return _ZERO, _ZERO
+        return ZERO, ZERO
     return np.float32(size * np.float32(1 / 127)), np.float32(np.float32(127) / size)
 
 
-@_jit
+@jit
 def int8_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, shard_bytes: int) -> None:
     """``values`` (int8) and ``scales`` (fp32) view the same N records; sizes and offsets are in bytes."""
     for first in range(0, grad.size, INT8_BLOCK):
@@ -209,21 +175,21 @@ def int8_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, 
         q = values[at : at + last - first]
         largest = np.uint32(0)
         for i in range(g.size):
-            largest = max(largest, np.uint32(_bits(np.float32(g[i] + r[i])) & _MAGNITUDE))
-        if largest >= _INF:
-            scales[scale_at] = _NAN
+            largest = max(largest, np.uint32(bits_of(np.float32(g[i] + r[i])) & MAGNITUDE))
+        if largest >= INF:
+            scales[scale_at] = NAN
             q[:] = np.int8(0)
             continue
         scale, inverse = _int8_scales(largest)
         scales[scale_at] = scale
         for i in range(g.size):
             value = np.float32(g[i] + r[i])
-            rounded = np.float32(np.float32(np.float32(value * inverse) + _ROUND) - _ROUND)
+            rounded = np.float32(np.float32(np.float32(value * inverse) + ROUND) - ROUND)
             q[i] = np.int8(rounded)
             r[i] = np.float32(value - np.float32(rounded * scale))
 
 
-@_jit
+@jit
 def int8_reduce(
     values: Any, scales: Any, own_values: Any, own_scales: Any, residual: Any, total: Any, num_ranks: int, shard: int
 ) -> None:
@@ -232,7 +198,7 @@ def int8_reduce(
     for first in range(0, residual.size, INT8_BLOCK):
         block = first // INT8_BLOCK
         last = min(first + INT8_BLOCK, residual.size)
-        total[:] = _ZERO
+        total[:] = ZERO
         for rank in range(num_ranks):
             q = values[rank * shard_bytes + first : rank * shard_bytes + first + INT8_BLOCK]
             scale = scales[(rank * shard_bytes + shard) // 4 + block]
@@ -240,24 +206,24 @@ def int8_reduce(
                 total[i] += np.float32(np.float32(q[i]) * scale)
         largest = np.uint32(0)
         for i in range(INT8_BLOCK):
-            largest = max(largest, np.uint32(_bits(total[i]) & _MAGNITUDE))
+            largest = max(largest, np.uint32(bits_of(total[i]) & MAGNITUDE))
         own = own_values[first : first + INT8_BLOCK]
-        if largest >= _INF:
-            own_scales[block] = _NAN
+        if largest >= INF:
+            own_scales[block] = NAN
             own[:] = np.int8(0)
             continue
         scale, inverse = _int8_scales(largest)
         own_scales[block] = scale
         r = residual[first:last]
         for i in range(INT8_BLOCK):
-            rounded = np.float32(np.float32(np.float32(total[i] * inverse) + _ROUND) - _ROUND)
+            rounded = np.float32(np.float32(np.float32(total[i] * inverse) + ROUND) - ROUND)
             own[i] = np.int8(rounded)
             total[i] = np.float32(total[i] - np.float32(rounded * scale))
         for i in range(r.size):
             r[i] += total[i]
 
 
-@_jit
+@jit
 def int8_decode(values: Any, scales: Any, grad: Any, shard: int, shard_bytes: int, share: np.float32) -> None:
     """``grad = value * (scale * share)`` from N records."""
     for first in range(0, grad.size, INT8_BLOCK):
@@ -272,7 +238,7 @@ def int8_decode(values: Any, scales: Any, grad: Any, shard: int, shard_bytes: in
             g[i] = np.float32(np.float32(q[i]) * factor)
 
 
-@_jit
+@jit
 def _count_at_least(keys: Any, size: int, threshold: np.uint32) -> Any:
     count = np.int32(0)
     for i in range(size):
@@ -280,7 +246,7 @@ def _count_at_least(keys: Any, size: int, threshold: np.uint32) -> Any:
     return np.int64(count)
 
 
-@_jit
+@jit
 def _threshold(keys: Any, size: int, k: int, enough: int, low: int, high: int) -> Any:
     """A key that at least k and at most ``enough`` of the first ``size`` keys reach; with ties, the k-th largest.
 
@@ -298,7 +264,7 @@ def _threshold(keys: Any, size: int, k: int, enough: int, low: int, high: int) -
     return low
 
 
-@_jit
+@jit
 def _group_threshold(groups: Any, num_groups: int, k: int, largest: np.uint32) -> Any:
     """A key that at least k of the group maxima reach, and few more."""
     low, high, width = np.int64(0), np.int64(largest), np.int64(4 << 23)
@@ -311,7 +277,7 @@ def _group_threshold(groups: Any, num_groups: int, k: int, largest: np.uint32) -
     return _threshold(groups, num_groups, k, k + k // 16, low, high)
 
 
-@_jit
+@jit
 def _add_and_group(g: Any, r: Any, total: Any, groups: Any, num_groups: int) -> None:
     """``total = g + r``; ``groups``: bits of the largest magnitude among entries of equal index modulo num_groups.
 
@@ -324,10 +290,10 @@ def _add_and_group(g: Any, r: Any, total: Any, groups: Any, num_groups: int) -> 
         for i in range(g_row.size):
             value = np.float32(g_row[i] + r_row[i])
             total_row[i] = value
-            groups[i] = max(groups[i], np.uint32(_bits(value) & _MAGNITUDE))
+            groups[i] = max(groups[i], np.uint32(bits_of(value) & MAGNITUDE))
 
 
-@_jit
+@jit
 def _collect(bits: Any, size: int, threshold: np.uint32, target: Any, found: Any, found_keys: Any) -> Any:
     """Copy ``bits`` to ``target``; list the magnitudes that reach the threshold, by index ascending, and how many."""
     count: Any = 0
@@ -337,19 +303,19 @@ def _collect(bits: Any, size: int, threshold: np.uint32, target: Any, found: Any
         while mask != np.uint64(0):
             index = first + _lowest_bit(mask)
             found[count] = index
-            found_keys[count] = np.uint32(bits[index] & _MAGNITUDE)
+            found_keys[count] = np.uint32(bits[index] & MAGNITUDE)
             count += 1
             mask = np.uint64(mask & np.uint64(mask - np.uint64(1)))
     for index in range(whole, size):
         target[index] = bits[index]
-        key = np.uint32(bits[index] & _MAGNITUDE)
+        key = np.uint32(bits[index] & MAGNITUDE)
         found[count] = index
         found_keys[count] = key
         count += np.int64(key >= threshold)
     return count
 
 
-@_jit
+@jit
 def _keep_largest(found: Any, found_keys: Any, count: int, k: int, low: int, high: int) -> None:
     """Move the k largest of ``count`` candidates to the front, in order; of equal ones the first stay."""
     limit = np.uint32(_threshold(found_keys, count, k, k, low, high))
@@ -364,7 +330,7 @@ def _keep_largest(found: Any, found_keys: Any, count: int, k: int, low: int, hig
         equal_left -= taken & is_equal
 
 
-@_jit
+@jit
 def _topk_chunk(
     g: Any, r: Any, r_bits: Any, k: int, values: Any, indices: Any,
     total: Any, total_bits: Any, groups: Any, found: Any, found_keys: Any,
@@ -379,33 +345,33 @@ def _topk_chunk(
     largest = np.uint32(0)
     for i in range(num_groups):
         largest = max(largest, groups[i])
-    if largest >= _INF:
+    if largest >= INF:
         for i in range(k):
             values[i] = np.uint16(0)
             indices[i] = np.uint16(i)
-        return _NAN
+        return NAN
     threshold = _group_threshold(groups, num_groups, k, largest)
     count = _collect(total_bits, size, np.uint32(threshold), r_bits, found, found_keys)
     if count > k:
         _keep_largest(found, found_keys, count, k, threshold, np.int64(largest))
     exponent: Any = max(np.int64(largest >> np.uint32(23)) - 127 - TOPK_SCALE_EXPONENT, TOPK_SCALE_EXPONENT_MIN)
-    scale = _float(np.uint32(np.uint32(127 + exponent) << np.uint32(23)))
-    inverse = _float(np.uint32(np.uint32(127 - exponent) << np.uint32(23)))
+    scale = float_of(np.uint32(np.uint32(127 + exponent) << np.uint32(23)))
+    inverse = float_of(np.uint32(np.uint32(127 - exponent) << np.uint32(23)))
     picked = found_keys  # free again; three loops, because the middle one vectorises
     for i in range(k):
         picked[i] = total_bits[found[i]]
         indices[i] = np.uint16(found[i])
     for i in range(k):
-        value = _float(picked[i])
+        value = float_of(picked[i])
         half = _to_half(np.float32(value * inverse))
         values[i] = half
-        picked[i] = _bits(np.float32(value - np.float32(_from_half(half) * scale)))
+        picked[i] = bits_of(np.float32(value - np.float32(_from_half(half) * scale)))
     for i in range(k):
         r_bits[found[i]] = picked[i]
     return scale
 
 
-@_jit
+@jit
 def topk_encode(
     grad: Any, residual: Any, residual_bits: Any, scales: Any, values: Any, indices: Any, per_chunk: int, per_rest: int,
     total: Any, total_bits: Any, groups: Any, found: Any, found_keys: Any,
@@ -424,7 +390,7 @@ def topk_encode(
         entry += k
 
 
-@_jit
+@jit
 def topk_decode(
     scales: Any, halves: Any, grad: Any, per_chunk: int, per_rest: int, num_ranks: int, values_at: int, indices_at: int,
     share: np.float32,
@@ -436,7 +402,7 @@ def topk_decode(
         last = min(first + TOPK_CHUNK, grad.size)
         k = per_chunk if last - first == TOPK_CHUNK else per_rest
         g = grad[first:last]
-        g[:] = _ZERO
+        g[:] = ZERO
         is_finite = True
         for rank in range(num_ranks):
             factor = np.float32(scales[rank * record // 2 + first // TOPK_CHUNK] * share)
@@ -450,5 +416,5 @@ def topk_decode(
                 else:  # a damaged message must not write elsewhere, nor pass unseen
                     is_finite = False
         if not is_finite:
-            g[:] = _NAN
+            g[:] = NAN
         entry += k

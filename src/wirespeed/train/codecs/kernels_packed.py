@@ -13,51 +13,51 @@ from typing import Any
 import numpy as np
 
 from wirespeed.spec.strategy import INT4_BLOCK, SIGN_BLOCK
+from wirespeed.train.codecs.compiling import INF, MAGNITUDE, NAN, ROUND, ZERO, bits_of, float_of, jit
 from wirespeed.train.codecs.kernels import BLOCK_TINY
-from wirespeed.train.codecs.kernels_compiled import _INF, _MAGNITUDE, _NAN, _ROUND, _ZERO, _bits, _float, _jit
 
 _PAIRS = INT4_BLOCK // 2
 _BYTES = SIGN_BLOCK // 8
 
 
-@_jit
+@jit
 def _largest(total: Any, size: int) -> Any:
     """Bits of the largest magnitude; of inf and above where something is not finite."""
     largest = np.uint32(0)
     for i in range(size):
-        largest = max(largest, np.uint32(_bits(total[i]) & _MAGNITUDE))
+        largest = max(largest, np.uint32(bits_of(total[i]) & MAGNITUDE))
     return largest
 
 
-@_jit
+@jit
 def _quantize_int4(total: Any, values: Any) -> Any:
     """Write one block, leave in ``total`` what rounding took away, give the scale. nan: broken, nothing was done."""
     largest = _largest(total, INT4_BLOCK)
-    if largest >= _INF:
+    if largest >= INF:
         for i in range(_PAIRS):
             values[i] = np.int8(0)
-        return _NAN
-    size = _float(largest)
-    scale, inverse = _ZERO, _ZERO
+        return NAN
+    size = float_of(largest)
+    scale, inverse = ZERO, ZERO
     if size >= np.float32(BLOCK_TINY):
         scale, inverse = np.float32(size * np.float32(1 / 7)), np.float32(np.float32(7) / size)
     low, high = total[:_PAIRS], total[_PAIRS:INT4_BLOCK]
     for i in range(_PAIRS):
-        first = np.float32(np.float32(np.float32(low[i] * inverse) + _ROUND) - _ROUND)
-        second = np.float32(np.float32(np.float32(high[i] * inverse) + _ROUND) - _ROUND)
+        first = np.float32(np.float32(np.float32(low[i] * inverse) + ROUND) - ROUND)
+        second = np.float32(np.float32(np.float32(high[i] * inverse) + ROUND) - ROUND)
         values[i] = np.int8((np.int32(first) & np.int32(15)) | (np.int32(second) << np.int32(4)))
         low[i] = np.float32(low[i] - np.float32(first * scale))
         high[i] = np.float32(high[i] - np.float32(second * scale))
     return scale
 
 
-@_jit
+@jit
 def _low(pair: Any) -> Any:
     """The number in the low four bits."""
     return np.int32(np.int32(np.int32(pair) & np.int32(15)) ^ np.int32(8)) - np.int32(8)
 
 
-@_jit
+@jit
 def int4_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, shard_bytes: int, work: Any) -> None:
     """``values`` (int8) and ``scales`` (fp32) view the same N records; ``work`` holds two blocks."""
     total = work[:INT4_BLOCK]
@@ -70,7 +70,7 @@ def int4_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, 
         for i in range(g.size):
             total[i] = np.float32(g[i] + r[i])
         for i in range(g.size, INT4_BLOCK):
-            total[i] = _ZERO
+            total[i] = ZERO
         scale = _quantize_int4(total, values[at : at + _PAIRS])
         scales[(rank * shard_bytes + shard // 2) // 4 + within // INT4_BLOCK] = scale
         if scale == scale:  # noqa: PLR0124 - not nan
@@ -78,7 +78,7 @@ def int4_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, 
                 r[i] = total[i]
 
 
-@_jit
+@jit
 def int4_reduce(
     values: Any, scales: Any, own_values: Any, own_scales: Any, residual: Any, work: Any,
     num_ranks: int, shard: int, shard_bytes: int,
@@ -88,7 +88,7 @@ def int4_reduce(
     low, high = total[:_PAIRS], total[_PAIRS:]
     for first in range(0, residual.size, INT4_BLOCK):
         block = first // INT4_BLOCK
-        total[:] = _ZERO
+        total[:] = ZERO
         for rank in range(num_ranks):
             at = rank * shard_bytes + first // 2
             q = values[at : at + _PAIRS]
@@ -104,7 +104,7 @@ def int4_reduce(
                 r[i] += total[i]
 
 
-@_jit
+@jit
 def int4_decode(values: Any, scales: Any, grad: Any, shard: int, shard_bytes: int, share: np.float32) -> None:
     """``grad = value * (scale * share)`` from N records."""
     for first in range(0, grad.size, INT4_BLOCK):
@@ -122,15 +122,15 @@ def int4_decode(values: Any, scales: Any, grad: Any, shard: int, shard_bytes: in
                 high[i] = np.float32(np.float32(q[i] >> np.int8(4)) * factor)
 
 
-@_jit
+@jit
 def _quantize_sign(total: Any, magnitudes: Any, values: Any, num_valid: int) -> Any:
     """Write one block, leave in ``total`` what the scale does not say, and give it. nan: broken, nothing was done."""
-    if _largest(total, SIGN_BLOCK) >= _INF:
+    if _largest(total, SIGN_BLOCK) >= INF:
         for j in range(_BYTES):
             values[j] = np.uint8(0)
-        return _NAN
+        return NAN
     for i in range(SIGN_BLOCK):
-        magnitudes[i] = np.float32(_float(np.uint32(_bits(total[i]) & _MAGNITUDE)) * np.float32(1 / SIGN_BLOCK))
+        magnitudes[i] = np.float32(float_of(np.uint32(bits_of(total[i]) & MAGNITUDE)) * np.float32(1 / SIGN_BLOCK))
     half = SIGN_BLOCK // 2
     while half > 0:
         lower, upper = magnitudes[:half], magnitudes[half : 2 * half]
@@ -139,19 +139,19 @@ def _quantize_sign(total: Any, magnitudes: Any, values: Any, num_valid: int) -> 
         half //= 2
     scale = np.float32(magnitudes[0] * np.float32(np.float32(SIGN_BLOCK) / np.float32(num_valid)))
     if scale < np.float32(BLOCK_TINY):
-        scale = _ZERO
+        scale = ZERO
     for j in range(_BYTES):
         values[j] = np.uint8(0)
     for k in range(8):
         part = total[k * _BYTES : (k + 1) * _BYTES]
         for j in range(_BYTES):
-            values[j] |= np.uint8(np.uint8(part[j] > _ZERO) << np.uint8(k))
+            values[j] |= np.uint8(np.uint8(part[j] > ZERO) << np.uint8(k))
     for i in range(SIGN_BLOCK):
-        total[i] = np.float32(total[i] - (scale if total[i] > _ZERO else -scale))
+        total[i] = np.float32(total[i] - (scale if total[i] > ZERO else -scale))
     return scale
 
 
-@_jit
+@jit
 def sign_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, shard_bytes: int, work: Any) -> None:
     """``values`` (uint8) and ``scales`` (fp32) view the same N records; ``work`` holds two blocks."""
     total, magnitudes = work[:SIGN_BLOCK], work[SIGN_BLOCK:]
@@ -164,7 +164,7 @@ def sign_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, 
         for i in range(g.size):
             total[i] = np.float32(g[i] + r[i])
         for i in range(g.size, SIGN_BLOCK):
-            total[i] = _ZERO
+            total[i] = ZERO
         scale = _quantize_sign(total, magnitudes, values[at : at + _BYTES], last - first)
         scales[(rank * shard_bytes + shard // 8) // 4 + within // SIGN_BLOCK] = scale
         if scale == scale:  # noqa: PLR0124 - not nan
@@ -172,7 +172,7 @@ def sign_encode(grad: Any, residual: Any, values: Any, scales: Any, shard: int, 
                 r[i] = total[i]
 
 
-@_jit
+@jit
 def sign_reduce(
     values: Any, scales: Any, own_values: Any, own_scales: Any, residual: Any, work: Any,
     num_ranks: int, shard: int, shard_bytes: int,
@@ -182,7 +182,7 @@ def sign_reduce(
     for first in range(0, residual.size, SIGN_BLOCK):
         block = first // SIGN_BLOCK
         last = min(first + SIGN_BLOCK, residual.size)
-        total[:] = _ZERO
+        total[:] = ZERO
         for rank in range(num_ranks):
             at = rank * shard_bytes + first // 8
             q = values[at : at + _BYTES]
@@ -192,8 +192,8 @@ def sign_reduce(
                 for j in range(_BYTES):
                     part[j] += scale if (q[j] >> np.uint8(k)) & np.uint8(1) else -scale
         for i in range(last - first, SIGN_BLOCK):  # padding was decoded too: one bit cannot say zero
-            if np.uint32(_bits(total[i]) & _MAGNITUDE) < _INF:
-                total[i] = _ZERO
+            if np.uint32(bits_of(total[i]) & MAGNITUDE) < INF:
+                total[i] = ZERO
         own_scale = _quantize_sign(total, magnitudes, own_values[first // 8 : first // 8 + _BYTES], last - first)
         own_scales[block] = own_scale
         if own_scale == own_scale:  # noqa: PLR0124 - not nan
@@ -202,7 +202,7 @@ def sign_reduce(
                 r[i] += total[i]
 
 
-@_jit
+@jit
 def sign_decode(values: Any, scales: Any, grad: Any, shard: int, shard_bytes: int, share: np.float32) -> None:
     """``grad`` is plus or minus ``scale * share``, from N records."""
     for first in range(0, grad.size, SIGN_BLOCK):

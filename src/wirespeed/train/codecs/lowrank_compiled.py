@@ -12,27 +12,22 @@ columns that it has finished: as many as the matrix has where all went well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
-import numba
 import numpy as np
+
+from wirespeed.train.codecs.compiling import jit
 
 BLOCK_COLUMNS = 512
 """Columns taken at once where P is known. Fewer would stay in the cache from one loop to the next, but rows of a
 matrix lie whole powers of two apart and push each other out: 128 columns took 1.5 times as long."""
 
 
-def _jit(function: Callable[..., Any]) -> Any:
-    """Compile on first call; kept in numba's cache where a folder for it can be written."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract"}}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # numba's "no locator available": install, home and cache folder are all read-only
-        return numba.njit(**options)(function)
+_loop = functools.partial(jit, fastmath=("reassoc", "contract"))
 
 
-@_jit
+@_loop
 def add_finite(grad: Any, residual: Any) -> Any:
     """``residual += grad``, row by row. Both C-contiguous fp32."""
     num_rows, num_columns = grad.shape
@@ -48,7 +43,7 @@ def add_finite(grad: Any, residual: Any) -> Any:
     return num_rows
 
 
-@_jit
+@_loop
 def project_on_columns(grad: Any, residual: Any, known: Any, sent: Any) -> Any:
     """``sent (rows, r) = M Q``, ``residual = M - sent Qᵀ`` for ``known`` Qᵀ (r, columns). All C-contiguous fp32."""
     num_rows, num_columns = grad.shape
@@ -88,7 +83,7 @@ def project_on_columns(grad: Any, residual: Any, known: Any, sent: Any) -> Any:
     return num_rows
 
 
-@_jit
+@_loop
 def project_on_rows(grad: Any, residual: Any, known: Any, sent: Any) -> Any:  # noqa: PLR0912 - numba inlines no views
     """``sent (r, columns) = Pᵀ M``, ``residual = M - P sent`` for ``known`` P (rows, r). All C-contiguous fp32."""
     num_rows, num_columns = grad.shape
