@@ -145,7 +145,7 @@ def simulate_step(
             case "every_step":
                 flow = _beside_backward(workload, strategy, ready_s, exchanges)
             case "delayed":
-                flow = _beside_next_step(workload, strategy, ready_s, exchanges)
+                flow = _beside_next_step(workload, strategy, ready_s, exchanges, bound_s)
             case "local_sgd" | "diloco":
                 flow = _after_a_period(workload, strategy, exchanges, share)
     if strategy.schedule == "every_step":
@@ -192,12 +192,12 @@ def _beside_backward(
 
 
 def _beside_next_step(
-    workload: TrainingWorkload, strategy: Strategy, ready_s: list[float], exchanges: list[Exchange]
+    workload: TrainingWorkload, strategy: Strategy, ready_s: list[float], exchanges: list[Exchange], bound_s: float
 ) -> _Flow:
     """Compute runs on without a break; what one more step adds to the end of a chain is the step.
 
     Compute that would have to wait is let run, so that on scarce cores a chain bound by its exchange comes out a little
-    slower than it is.
+    slower than it is. ``bound_s``: what one step's bytes need; a chain so short may end a little sooner per step.
     """
     compute_s = workload.compute_s
     before_s = compute_s - workload.backward_s
@@ -213,7 +213,7 @@ def _beside_next_step(
 
     shorter, longer = chain_s(CHAIN - 1), chain_s(CHAIN)
     # Beyond the last step nothing computes: there the exchange may run faster than in the middle of a chain.
-    step_s = max(longer[0] - shorter[0], longer[1] - shorter[1], compute_s)
+    step_s = max(longer[0] - shorter[0], longer[1] - shorter[1], compute_s, bound_s)
     return _Flow(
         end_s=step_s - before_s,
         backward_end_s=workload.backward_s,
