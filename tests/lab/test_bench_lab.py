@@ -35,12 +35,12 @@ def bench(lab: Lab, arguments: Sequence[str]) -> tuple[int, str, str]:
 
 
 def test_links_find_the_shaped_rate_and_a_slow_host() -> None:
-    """Measured up to three times: what else runs on the machine can take some percent of a rate, but never add any."""
-    off: dict[tuple[str, str], float] = {}
+    """Measured up to five times: what else runs on the machine can take some percent of a rate, but never add any."""
+    best: dict[tuple[str, str], float] = {}
     with Lab(LabSpec(hosts=3, rate_bit_per_s=RATE_BIT_PER_S)) as lab:
         # cubic: at 10 Mbit/s with 50 ms of queue bbr swings between 1 and 19 Mbit/s, and means 8.
         lab.fault("h2", "rate", rate_bit_per_s=RATE_BIT_PER_S / 5)
-        for _ in range(3):
+        for _ in range(5):
             code, out, err = bench(
                 lab, ["links", "--streams", "1", "--congestion", "cubic", "--duration", "1s", "--json"]
             )
@@ -48,15 +48,15 @@ def test_links_find_the_shaped_rate_and_a_slow_host() -> None:
             record = from_json(out.encode(), LinksRecord)
             assert record.hosts == ("h0", "h1", "h2")
             assert record.environment.nics == {"eth0": "veth"}
-            shares = {}
             for sample in record.samples:
                 expected = GOODPUT_BIT_PER_S / 5 if "h2" in (sample.source, sample.target) else GOODPUT_BIT_PER_S
-                shares[sample.source, sample.target] = sum(sample.bit_per_s) / len(sample.bit_per_s) / expected
-            assert max(shares.values()) < 1.05
-            off = {pair: share for pair, share in shares.items() if share < 0.95}
-            if not off:
+                share = sum(sample.bit_per_s) / len(sample.bit_per_s) / expected
+                assert share < 1.05
+                pair = (sample.source, sample.target)
+                best[pair] = max(share, best.get(pair, 0.0))
+            if min(best.values()) >= 0.95:
                 break
-    assert not off
+    assert min(best.values()) >= 0.95, best
 
 
 def test_a_link_that_is_down_is_a_peer_failure_that_names_the_host() -> None:

@@ -33,6 +33,7 @@ for name in sys.argv[2:]:
     a, b, c = {SIZES}
     model = torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.ReLU(), torch.nn.Linear(b, c))
     ddp = torch.nn.parallel.DistributedDataParallel(model)
+    dist.barrier()  # only then has every rank received the first parameters, which are nobody's step
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     session = wirespeed.train.attach(ddp, optimizer, strategy=name)
     for step in range({NUM_STEPS}):
