@@ -67,9 +67,9 @@ def test_counted_bytes_are_those_that_are_stated(tmp_path: Path):
         strategy = Strategy.parse(name)
         counted, _, nic = told[name]
         stated = strategy.nic_bytes(NUM_ELEMENTS, 4, ranks_per_host=2) / strategy.steps_per_exchange
-        # 66 bytes of headers per 1448 of payload (4.6 %), at most as much in acknowledgements of what comes in, and 24 KB
-        # for the barrier and small messages.
-        assert counted < 1.095 * stated + 24_000, (name, counted, stated)
+        # 66 bytes of headers per 1448 of payload (4.6 %), some acknowledgements of what comes in, and 24 KB for the
+        # barrier and small messages.
+        assert counted < 1.08 * stated + 24_000, (name, counted, stated)
         # gloo's all_reduce is free to choose a schedule that leaves a host more often or less than a ring does.
         if strategy.codec != "dense":
             assert counted > 0.99 * stated, (name, counted, stated)
