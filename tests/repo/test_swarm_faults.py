@@ -366,6 +366,7 @@ def test_the_store_is_the_last_resort_of_a_chain_whose_head_died(
     peers[0].kill()
     warmed = result()
     # The head sends at 160 Mbit/s but reads as fast as the store is: it may have been whole before it died.
+    assert states(warmed)[0] in {"failed", "whole"}
     assert states(warmed)[1:] == ["whole", "whole"]
     assert warmed.hosts[1].progress.store_bytes > 0
     assert warmed.hosts[2].progress.store_bytes == 0
