@@ -86,6 +86,25 @@ def test_inputs_of_a_lost_node_go_out_again_each_alone() -> None:
     assert [next_of(schedule, "b", 1.0).indices for _ in range(2)] == [[0], [1]]
 
 
+def test_a_suspect_gets_a_whole_node_to_itself() -> None:
+    schedule = ready(100, bounds=Bounds(max_rows=4))
+    lost, kept = next_of(schedule, "a"), next_of(schedule, "b")
+    schedule.finished(lost, 1.0, has_answer=False)
+    for index in lost.indices[:2]:
+        schedule.put_back(index, is_suspect=True)
+    schedule.set_nodes(["b", "c"])
+    assert schedule.next_chunk("b", 1.0) is None  # it has something else
+    alone = next_of(schedule, "c", 1.0)
+    assert (alone.indices, alone.is_solitary) == ([0], True)
+    assert schedule.next_chunk("c", 1.0) is None  # and gets nothing else
+    schedule.finished(kept, 1.1, has_answer=True)
+    assert next_of(schedule, "b", 1.1).indices == [1]
+    schedule.settle(0)
+    schedule.finished(alone, 1.2, has_answer=True)
+    follower = next_of(schedule, "c", 1.2)
+    assert (len(follower.indices), follower.is_solitary) == (4, False)
+
+
 def test_an_idle_node_gets_a_copy_of_what_takes_much_longer_than_usual() -> None:
     schedule = ready(8, bounds=Bounds(max_rows=4, copy_after_s=0.25, copy_factor=3.0))
     slow = next_of(schedule, "a")  # ceil(8 / 4) = 2 rows
@@ -165,6 +184,43 @@ def test_every_input_is_settled_once_whatever_nodes_do(seed: int, num_nodes: int
             if has_answer:
                 settled += schedule.settle(index)
             else:
-                schedule.put_back(index)
+                schedule.put_back(index, is_suspect=rng.random() < 0.5)
     assert settled == num_items
     assert schedule.num_open == 0
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 80), st.sets(st.integers(0, 79), max_size=4))
+def test_whatever_dies_in_solitude_is_what_kills_nodes(
+    seed: int, num_nodes: int, num_items: int, killers: set[int]
+) -> None:
+    """Nodes that get a killer lose all that they have, are reborn, and answer everything else in any order."""
+    rng = random.Random(seed)
+    nodes = [f"n{i}" for i in range(num_nodes)]
+    schedule = ready(num_items, nodes=tuple(nodes), bounds=Bounds(max_rows=5))
+    held: dict[str, list[Chunk]] = {node: [] for node in nodes}
+    blamed = set()
+    for step in range(10_000):
+        if not schedule.num_open:
+            break
+        for node in nodes:
+            while (chunk := schedule.next_chunk(node, float(step))) is not None:
+                held[node].append(chunk)
+        node = rng.choice([node for node in nodes if held[node]])
+        if killers & {index for chunk in held[node] for index in chunk.indices} and rng.random() < 0.5:
+            lost, held[node] = held[node], []
+            for chunk in lost:
+                schedule.finished(chunk, float(step), has_answer=False)
+                for index in chunk.indices:
+                    if chunk.is_solitary:
+                        blamed.add(index)
+                        schedule.settle(index)
+                    schedule.put_back(index, is_suspect=True)
+        else:
+            answered = [chunk for chunk in held[node] if not killers & set(chunk.indices)]
+            if answered:
+                chunk = rng.choice(answered)
+                held[node].remove(chunk)
+                schedule.finished(chunk, float(step), has_answer=True)
+                for index in chunk.indices:
+                    schedule.settle(index)
+    assert blamed == {killer for killer in killers if killer < num_items}

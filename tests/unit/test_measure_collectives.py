@@ -71,6 +71,24 @@ def test_sizes_past_the_deadline_are_skipped_and_noted_on_every_rank_alike() -> 
     assert skipped[0].startswith("all_gather uint8 1 KiB skipped")
 
 
+def test_the_smallest_sizes_can_be_had_whatever_the_deadline(tmp_path: Path) -> None:
+    program = tmp_path / "measures.py"
+    program.write_text(
+        "import sys, torch.distributed as dist\n"
+        "from wirespeed.measure.collectives import measure_collectives\n"
+        "from wirespeed.records import to_json\n"
+        "record = measure_collectives(collectives=['all_gather', 'broadcast'], sizes_bytes=[4096, 1024, 65536],\n"
+        "    repeats=3, deadline_s=1e-6, min_sizes=2)\n"
+        "sys.stdout.buffer.write(b'' if record is None else to_json(record))\n"
+    )
+    ended = run_ranks([str(program)], 2)
+    record = from_json(ended[0].stdout.encode(), CollectivesRecord)
+    assert [(sample.collective, sample.size_bytes) for sample in record.samples] == [
+        ("all_gather", 1024), ("broadcast", 1024), ("all_gather", 4096), ("broadcast", 4096),
+    ]  # fmt: skip
+    assert len([note for note in record.notes if "skipped" in note]) == 2
+
+
 def test_a_rank_that_dies_is_a_peer_failure_on_the_others(tmp_path: Path) -> None:
     program = tmp_path / "dies.py"
     program.write_text(

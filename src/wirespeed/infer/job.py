@@ -340,22 +340,22 @@ class Job:
         assert isinstance(fault, wire.CallFailed)
         if fault.status is wire.Status.EXHAUSTED:
             self._schedule.pause(member.name, now_s + _FULL_PAUSE_S)
-        is_blamed = fault.status is wire.Status.UNAVAILABLE and len(chunk.indices) == 1 and not member.was_silent
+        is_suspect = fault.status is wire.Status.UNAVAILABLE and not member.was_silent
         for index in chunk.indices:
             if fault.status is wire.Status.DEADLINE:
                 self._failed(member, index, Reason.DEADLINE, str(fault))
                 continue
-            if is_blamed:
+            if is_suspect and chunk.is_solitary:
                 count = self._deaths[index] = self._deaths.get(index, 0) + 1
                 if count >= _MAX_DEATHS:
                     self._give_up(index, f"{count} nodes were lost while they ran it alone: {fault}")
                     continue
-            self._again(index)
+            self._again(index, is_suspect=is_suspect)
 
-    def _again(self, index: int) -> None:
+    def _again(self, index: int, *, is_suspect: bool = False) -> None:
         if index in self._blobs:
             self._num_again += 1
-            self._schedule.put_back(index)
+            self._schedule.put_back(index, is_suspect=is_suspect)
 
     def _give_up(self, index: int, text: str) -> None:
         self._settle(index, Row(self._items[index].key, None, text))

@@ -8,7 +8,8 @@ left; there inputs go to the node that would be done with its own first, so that
 
 When nothing is left to send, a node without work gets a copy of a chunk that another one has held for much longer than
 chunks usually take; the first answer counts. The same happens when everything read ahead waits for such a chunk. Inputs
-of a lost node are sent again, each alone: if one of them is what kills nodes, the others are not counted with it.
+that come back are sent again, each in a chunk of its own. Those that were on a node when its process ended are suspects
+besides: each gets a whole node to itself, so that whatever then happens to that node tells of this input and no other.
 
 How it can be wrong: speeds that change within a window are noticed a window late; copies cost their transfer, once per
 chunk at most.
@@ -55,16 +56,29 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk:
-    """Inputs on their way through one node. ``is_copy``: another node has them too."""
+    """Inputs on their way through one node.
 
-    __slots__ = ("indices", "is_copied", "is_copy", "node", "num_bytes", "rows_ahead", "sent_s")
+    ``is_copy``: another node has them too. ``is_solitary``: one suspect, and its node has nothing else.
+    """
 
-    def __init__(self, node: str, indices: list[int], num_bytes: int, sent_s: float, *, is_copy: bool = False) -> None:
+    __slots__ = ("indices", "is_copied", "is_copy", "is_solitary", "node", "num_bytes", "rows_ahead", "sent_s")
+
+    def __init__(
+        self,
+        node: str,
+        indices: list[int],
+        num_bytes: int,
+        sent_s: float,
+        *,
+        is_copy: bool = False,
+        is_solitary: bool = False,
+    ) -> None:
         self.node = node
         self.indices = indices
         self.num_bytes = num_bytes
         self.sent_s = sent_s
         self.is_copy = is_copy
+        self.is_solitary = is_solitary
         self.is_copied = False
         self.rows_ahead = 0
         """Inputs that its node had when it was sent, these included."""
@@ -109,6 +123,7 @@ class Schedule:
         self._nodes: dict[str, _Node] = {}
         self._ready: list[int] = []
         self._alone: list[int] = []
+        self._suspects: list[int] = []
         self._sizes: dict[int, int] = {}
         self._num_unread = num_items - start
         self._num_held: dict[int, int] = {}
@@ -148,10 +163,10 @@ class Schedule:
         """An input has its result. False: it had one already, or was never offered."""
         return self._sizes.pop(index, None) is not None
 
-    def put_back(self, index: int) -> None:
-        """Send an input again, alone; nothing where it has its result, or another node is at it."""
+    def put_back(self, index: int, *, is_suspect: bool = False) -> None:
+        """Send an input again, in a chunk of its own; nothing where it has its result, or another node is at it."""
         if index in self._sizes and not self._num_held.get(index):
-            heapq.heappush(self._alone, index)
+            heapq.heappush(self._suspects if is_suspect else self._alone, index)
 
     def pause(self, node: str, until_s: float) -> None:
         """A node said that it is full."""
@@ -163,22 +178,16 @@ class Schedule:
     def next_chunk(self, name: str, now_s: float) -> Chunk | None:
         """What to send to a node now; None: nothing."""
         node = self._nodes.get(name)
-        if node is None or now_s < node.paused_until_s:
+        if node is None or not self._has_room(node, now_s):
             return None
-        if len(node.chunks) >= node.window_chunks or self._is_full(node) or not self._is_next(node):
-            return None
+        if self._is_pending(self._suspects):
+            if node.chunks:
+                return None  # it runs empty, and takes a suspect then
+            return self._begin(name, node, [heapq.heappop(self._suspects)], now_s, is_solitary=True)
         indices = self._take_alone() or self._take_ready(node)
         if indices:
-            return self._begin(name, node, indices, now_s, is_copy=False)
-        if node.chunks:
-            return None
-        chunk = self._slowest(name, now_s)
-        if chunk is None:
-            return None
-        indices = [index for index in chunk.indices if index in self._sizes]
-        chunk.is_copied = True
-        self.num_copies += len(indices)
-        return self._begin(name, node, indices, now_s, is_copy=True)
+            return self._begin(name, node, indices, now_s)
+        return None if node.chunks else self._copy(name, node, now_s)
 
     def finished(self, chunk: Chunk, now_s: float, *, has_answer: bool) -> None:
         """A chunk's call ended; its inputs are settled or put back after this."""
@@ -200,6 +209,12 @@ class Schedule:
             node.window_chunks = min(_MAX_CHUNKS, node.window_chunks + 1)
 
     # --- arithmetic
+
+    def _has_room(self, node: _Node, now_s: float) -> bool:
+        if now_s < node.paused_until_s or len(node.chunks) >= node.window_chunks:
+            return False
+        is_with_suspect = any(chunk.is_solitary for chunk in node.chunks)
+        return not is_with_suspect and not self._is_full(node) and self._is_next(node)
 
     def _is_full(self, node: _Node) -> bool:
         bounds = self._bounds
@@ -230,12 +245,14 @@ class Schedule:
         by_time = self._bounds.max_rows if rate is None else max(1, int(rate * _CHUNK_S))
         return max(1, min(self._bounds.max_rows, fair, by_time))
 
+    def _is_pending(self, put_back: list[int]) -> bool:
+        """Whether the first of these is still to be sent. Those that are not any more are dropped."""
+        while put_back and (put_back[0] not in self._sizes or self._num_held.get(put_back[0])):
+            heapq.heappop(put_back)
+        return bool(put_back)
+
     def _take_alone(self) -> list[int]:
-        while self._alone:
-            index = heapq.heappop(self._alone)
-            if index in self._sizes and not self._num_held.get(index):
-                return [index]
-        return []
+        return [heapq.heappop(self._alone)] if self._is_pending(self._alone) else []
 
     def _take_ready(self, node: _Node) -> list[int]:
         rows, num_bytes = self._rows_of_chunk(node), 0
@@ -248,14 +265,34 @@ class Schedule:
             num_bytes += size
         return indices
 
-    def _begin(self, name: str, node: _Node, indices: list[int], now_s: float, *, is_copy: bool) -> Chunk:
-        chunk = Chunk(name, indices, sum(self._sizes[index] for index in indices), now_s, is_copy=is_copy)
+    def _begin(
+        self,
+        name: str,
+        node: _Node,
+        indices: list[int],
+        now_s: float,
+        *,
+        is_copy: bool = False,
+        is_solitary: bool = False,
+    ) -> Chunk:
+        num_bytes = sum(self._sizes[index] for index in indices)
+        chunk = Chunk(name, indices, num_bytes, now_s, is_copy=is_copy, is_solitary=is_solitary)
         node.chunks.append(chunk)
         node.rows += len(indices)
         chunk.rows_ahead = node.rows
         for index in indices:
             self._num_held[index] = self._num_held.get(index, 0) + 1
         return chunk
+
+    def _copy(self, name: str, node: _Node, now_s: float) -> Chunk | None:
+        """For a node without work: what another one is slow with."""
+        chunk = self._slowest(name, now_s)
+        if chunk is None:
+            return None
+        indices = [index for index in chunk.indices if index in self._sizes]
+        chunk.is_copied = True
+        self.num_copies += len(indices)
+        return self._begin(name, node, indices, now_s, is_copy=True, is_solitary=chunk.is_solitary)
 
     def _slowest(self, name: str, now_s: float) -> Chunk | None:
         """The oldest chunk of another node that is worth a copy."""

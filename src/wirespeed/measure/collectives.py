@@ -54,6 +54,7 @@ def measure_collectives(
     repeats: int = 20,
     warmup: int = 2,
     deadline_s: float = 120.0,
+    min_sizes: int = 0,
     timeout_s: float = 60.0,
     backend: str | None = None,
     compute_threads: int = 0,
@@ -63,10 +64,10 @@ def measure_collectives(
 
     Returns the record on rank 0 and None elsewhere. ``dtypes``: element types that all_reduce sums; reduce_scatter sums
     the first, and the other collectives move bytes. ``deadline_s`` bounds the whole measurement: sizes that would pass
-    it are skipped and noted. ``timeout_s`` bounds each wait for a peer in a group made here. ``backend`` None means
-    nccl where every rank of the host has a GPU of its own, else gloo. ``compute_threads`` of each rank multiply
-    matrices meanwhile: a collective that has to wait for a core at every hop takes longer beside backward than alone.
-    Raises PeerFailure when a peer does not answer.
+    it are skipped and noted, but for the ``min_sizes`` smallest. ``timeout_s`` bounds each wait for a peer in a group
+    made here. ``backend`` None means nccl where every rank of the host has a GPU of its own, else gloo.
+    ``compute_threads`` of each rank multiply matrices meanwhile: a collective that has to wait for a core at every hop
+    takes longer beside backward than alone. Raises PeerFailure when a peer does not answer.
     """
     _check_arguments(collectives, sizes_bytes, dtypes, repeats, warmup)
     with _mapped_faults(), _process_group(backend, timeout_s) as settings:
@@ -76,7 +77,7 @@ def measure_collectives(
             notes.append("reduce_scatter is reduce_scatter_tensor, for which gloo does a whole all_reduce")
         with _intra_op_threads(max(1, math.floor(group.cpus_per_rank))), _computing(compute_threads):
             samples = _sweep(
-                group, _kinds(collectives, dtypes), sizes_bytes, repeats, warmup, deadline_s, progress, notes
+                group, _kinds(collectives, dtypes), sizes_bytes, repeats, warmup, deadline_s, min_sizes, progress, notes
             )
         if group.rank != 0:
             return None
@@ -268,6 +269,7 @@ def _sweep(  # noqa: PLR0917
     repeats: int,
     warmup: int,
     deadline_s: float,
+    min_sizes: int,
     progress: Callable[[str], None] | None,
     notes: list[str],
 ) -> list[CollectiveSample]:
@@ -289,7 +291,7 @@ def _sweep(  # noqa: PLR0917
             if size_bytes > memory_bytes:
                 notes.append(f"{label} skipped: a quarter of the free memory per rank is {format_size(memory_bytes)}")
                 continue
-            if elapsed_s + projected_s > deadline_s:
+            if len(past[collective, dtype]) >= min_sizes and elapsed_s + projected_s > deadline_s:
                 notes.append(
                     f"{label} skipped: would take about {format_duration(projected_s)}, past {deadline_s:g} s in all"
                 )

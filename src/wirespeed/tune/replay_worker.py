@@ -32,7 +32,7 @@ from wirespeed.train.registry import start_session
 from wirespeed.train.session import Session
 from wirespeed.train.speed import measure_codecs, slowest_of
 from wirespeed.tune.replay_layers import ReplayModule, ReplayOptimizer
-from wirespeed.tune.survey import CODECS_FILE, COLLECTIVES, LINKS, SurveyPlan, needed_collectives
+from wirespeed.tune.survey import CODECS_FILE, COLLECTIVES, LINKS, MIN_SIZES, SurveyPlan, needed_collectives
 from wirespeed.units import MIB
 
 PLAN = "replay.json"
@@ -190,7 +190,10 @@ def main(folder: Path) -> int:
 def _survey(plan: ReplayPlan, survey: SurveyPlan, folder: Path, ranks: launch.Ranks) -> None:
     strategies = list(plan.strategies.values())
     measured = measure_collectives(
-        collectives=needed_collectives(strategies), sizes_bytes=survey.sizes_bytes, deadline_s=survey.collectives_s
+        collectives=needed_collectives(strategies),
+        sizes_bytes=survey.sizes_bytes,
+        deadline_s=survey.collectives_s,
+        min_sizes=MIN_SIZES,
     )
     if measured is not None:
         records.write(folder / COLLECTIVES, measured)

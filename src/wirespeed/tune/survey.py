@@ -32,6 +32,8 @@ BESIDE_COMPUTE = "collectives-beside-compute.json"
 BESIDE_COMPUTE_SIZES = (64 * KIB, MIB, 4 * MIB)
 """Few, so that the largest is reached: what compute costs a small message is many times what it costs a large one."""
 CODECS_FILE = "codecs.json"
+MIN_SIZES = 2
+"""Of every collective, however short the time: nothing is predicted without, and one tells no latency from rate."""
 
 
 class SurveyPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +88,10 @@ def main(folder: Path) -> int:
             records.write(folder / LINKS, links)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=COLLECTIVE_TIMEOUT)
     measured = measure_collectives(
-        collectives=needed_collectives(strategies), sizes_bytes=plan.sizes_bytes, deadline_s=plan.collectives_s
+        collectives=needed_collectives(strategies),
+        sizes_bytes=plan.sizes_bytes,
+        deadline_s=plan.collectives_s,
+        min_sizes=MIN_SIZES,
     )
     if measured is not None:
         records.write(folder / COLLECTIVES, measured)
