@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import processes_of, wait_until
+from lab_tools import processes_of, wait_until
 
 from wirespeed.lab import Lab
 from wirespeed.lab.journal import list_labs
