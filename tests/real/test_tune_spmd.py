@@ -9,7 +9,7 @@ import sys
 import pytest
 from tune_scripts import assert_nothing_left, command, plain, processes_naming, run, wait_for, write_script
 
-from wirespeed.tune.places import free_port
+from wirespeed.system import free_port
 
 QUICK = ["--budget", "10s", "--steps", "10", "--out", "out"]
 

@@ -19,6 +19,7 @@ from wirespeed.repo.checkpoints import RepoReader, RepoWriter, Saver  # noqa: E4
 from wirespeed.repo.repository import Repository  # noqa: E402
 from wirespeed.repo.store import Store  # noqa: E402
 from wirespeed.repo.tensors import file_system_of, load, save  # noqa: E402
+from wirespeed.system import free_port  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -229,8 +230,6 @@ dist.destroy_process_group()
 
 
 def test_a_checkpoint_of_four_ranks_loads_on_two_and_along_another_dimension(tmp_path: Path) -> None:
-    from repo_tools import free_port
-
     script = tmp_path / "reshard.py"
     script.write_text(RESHARD)
     for what, size, dim in (("save", 4, 0), ("load", 2, 0), ("load", 3, 1)):

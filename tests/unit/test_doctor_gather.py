@@ -9,13 +9,14 @@ import threading
 import time
 
 import pytest
-from spmd import free_port, run_ranks
+from spmd import run_ranks
 
 from wirespeed.cli.main import main
 from wirespeed.doctor.examine import Question
 from wirespeed.doctor.gather import gather
 from wirespeed.errors import PeerFailure
 from wirespeed.launch import Ranks
+from wirespeed.system import free_port
 
 COMMAND = ["-m", "wirespeed", "doctor", "host", "--only", "host.identity"]
 

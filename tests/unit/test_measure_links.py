@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from spmd import free_port, run_ranks
+from spmd import run_ranks
 
 from wirespeed.errors import PeerFailure, UsageError
 from wirespeed.launch import Ranks
@@ -22,6 +22,7 @@ from wirespeed.measure.links import control_port, measure_links
 from wirespeed.measure.messages import Challenge, Done, Fault, Go, Hello, Listening, Ready, SocketOptions, Task
 from wirespeed.measure.transfers import close_all, open_streams
 from wirespeed.records import LinksRecord, from_json
+from wirespeed.system import free_port
 
 QUICK = ["bench", "links", "--duration", "50ms", "--windows", "2", "--json"]
 
