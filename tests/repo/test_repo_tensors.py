@@ -190,15 +190,18 @@ def test_a_checkpoint_of_what_did_not_change_sends_almost_nothing(repository: Re
 
 
 class Evil:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, ("touch /tmp/wirespeed-evil",)
+        return os.system, (f"touch {self.proof}",)
 
 
-def test_a_pickle_that_would_run_code_is_refused(repository: Repository) -> None:
-    dcp.save({"x": Evil()}, storage_writer=RepoWriter("run", repo=repository), no_dist=True)
+def test_a_pickle_that_would_run_code_is_refused(repository: Repository, tmp_path: Path) -> None:
+    dcp.save({"x": Evil(tmp_path / "evil")}, storage_writer=RepoWriter("run", repo=repository), no_dist=True)
     with pytest.raises(CheckpointException, match="may run code"):
         dcp.load({"x": 0}, storage_reader=RepoReader("run", repo=repository), no_dist=True)
-    assert not Path("/tmp/wirespeed-evil").exists()
+    assert not (tmp_path / "evil").exists()
 
 
 def test_what_is_no_checkpoint_says_so(repository: Repository, tmp_path: Path) -> None:
