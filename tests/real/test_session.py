@@ -253,7 +253,7 @@ def test_a_rank_that_dies_fails_the_others_with_a_peer_failure(tmp_path):
         """,
         tmp_path,
         num_ranks=2,
-        timeout_s=60,
+        timeout_s=150,
     )
     assert end.returncode == 4, end
     assert any("PeerFailure" in line and "rank died" in line for line in end.tail[0]), end.tail
