@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import struct
@@ -63,6 +64,30 @@ def replace_whole(target: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def free_port(address: str = "127.0.0.1", *, also_above: int = 0) -> int:
+    """A TCP port of this host that nobody uses, for a program that has to be told one before it is started.
+
+    It lies below those that the kernel gives to outgoing connections, wherever there is room. One of those can be taken
+    by any connection before the program binds it; and a client that knocks before anybody listens can be given the very
+    port that it knocks at, and is then connected to itself. ``also_above``: so far above it another such port is free.
+    Raises MissingCapability where none is found.
+    """
+    outgoing = System().read_text("/proc/sys/net/ipv4/ip_local_port_range")
+    end = (int(outgoing.split()[0]) if outgoing else 32_768) - also_above
+    if end < 12_000:
+        end = 61_000 - also_above  # nearly all are for outgoing connections: no place is better than another
+    for _ in range(1000):
+        port = 10_000 + secrets.randbelow(end - 10_000)
+        try:
+            for wanted in {port, port + also_above}:
+                with socket.socket() as probe:
+                    probe.bind((address, wanted))
+        except OSError:
+            continue
+        return port
+    raise MissingCapability(f"found no free TCP port on {address or 'this host'}", hint="`ss -tan` lists what is in use")
 
 
 class System:

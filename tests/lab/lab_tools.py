@@ -29,7 +29,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def wait_until(test: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+def wait_until(test: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     """Poll until true; fail at the deadline."""
     deadline = time.monotonic() + timeout_s
     while not test():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
 import time
@@ -52,16 +54,20 @@ def test_a_pulled_cable_loses_no_input_and_the_node_is_used_again(tmp_path: Path
             "h0", [*command, "--nodes", ",".join(addresses)], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         partial = tmp_path / "r.parquet.partial"
-        wait_until(lambda: partial.exists() and partial.stat().st_size > 10_000, "some results are written", 30)
+        wait_until(lambda: partial.exists() and partial.stat().st_size > 10_000, "some results are written", 60)
         lab.fault("h2", "down")
-        begin_s = time.monotonic()
         assert job.stderr is not None
-        line = b""
-        while b"is out" not in line:
-            line = job.stderr.readline()
-            assert line, "the job ended before it noticed"
-        assert time.monotonic() - begin_s < 3.5  # 3 s, and the way of the line here
-        assert b"node 10.77.0.3:7000 is out: " in line
+        said, took_s = b"", 0.0
+        while b"is out" not in said:
+            begin_s = time.monotonic()
+            if select.select([job.stderr], [], [], 0.01)[0]:
+                more = os.read(job.stderr.fileno(), 65536)
+                assert more, "the job ended before it noticed"
+                said += more
+            # In the time for which this process was awake: a core that nobody got is not the job's.
+            took_s += min(time.monotonic() - begin_s, 0.05)
+        assert took_s < 3.5  # 3 s, and the way of the line here
+        assert b"node 10.77.0.3:7000 is out: " in said
         lab.fault("h2", "up")
         stdout, stderr = job.communicate(timeout=60)
         assert job.returncode == 0, stderr
@@ -89,7 +95,7 @@ async def main():
     router = Router(sys.argv[1:], security=wire.Security(token=os.environ["WIRESPEED_TOKEN"]))
     await router.open(at_least=len(sys.argv) - 1)
     print("open", flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 wire.run(main())
 """
 

@@ -16,7 +16,7 @@ WIRESPEED = [sys.executable, "-m", "wirespeed", "lab"]
 
 
 def wirespeed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*WIRESPEED, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*WIRESPEED, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_up_run_exec_status_fault_and_down(state_dir: Path) -> None:
 
 
 def test_run_gives_the_code_of_the_rank_that_failed_and_says_which(demo: str) -> None:
-    done = wirespeed("run", "--ranks-per-host", "2", "--", "sh", "-c", "test $RANK = 2 && exit 9; exec sleep 60")
+    done = wirespeed("run", "--ranks-per-host", "2", "--", "sh", "-c", "test $RANK = 2 && exit 9; exec sleep 600")
     assert done.returncode == 9
     assert "rank 2 on h1 ended with exit code 9" in done.stderr
 
@@ -95,16 +95,16 @@ def test_a_run_that_is_ended_leaves_its_lab_and_nothing_else(
     demo: str, state_dir: Path, number: signal.Signals, code: int
 ) -> None:
     run = subprocess.Popen(
-        [*WIRESPEED, "run", "--", "sh", "-c", "setsid sleep 60 & echo up; exec sleep 60"],
+        [*WIRESPEED, "run", "--", "sh", "-c", "setsid sleep 600 & echo up; exec sleep 600"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
     assert run.stdout is not None
     assert sorted(run.stdout.readline() for _ in range(2)) == [b"[0] up\n", b"[1] up\n"]
     run.send_signal(number)
-    run.communicate(timeout=20)
+    run.communicate(timeout=60)
     assert run.returncode == code
-    wait_until(lambda: len(processes_of(state_dir)) == 1, "only the keeper is left", timeout_s=5)
+    wait_until(lambda: len(processes_of(state_dir)) == 1, "only the keeper is left")
     assert wirespeed("run", "--", "true").returncode == 0
 
 

@@ -22,14 +22,14 @@ OWNER = """
 import sys
 from wirespeed.lab import Lab, LabSpec
 with Lab(LabSpec(hosts=2, rate_bit_per_s=1e9)) as lab:
-    lab.run(["sh", "-c", "setsid sleep 60 & echo up; exec sleep 60"])
+    lab.run(["sh", "-c", "setsid sleep 600 & echo up; exec sleep 600"])
 """
 # The same on a lab that is up.
 GUEST = """
 import sys
 from wirespeed.lab import Lab
 with Lab.attach(sys.argv[1]) as lab:
-    lab.run(["sh", "-c", "setsid sleep 60 & echo up; exec sleep 60"])
+    lab.run(["sh", "-c", "setsid sleep 600 & echo up; exec sleep 600"])
 """
 
 
@@ -43,16 +43,16 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(program: subprocess.Popen[str]) -> int:
-    program.communicate(timeout=20)
+    program.communicate(timeout=60)
     return program.returncode
 
 
 def test_kill_9_of_the_program_ends_its_lab_and_all_ranks(state_dir: Path) -> None:
     program = start(OWNER)
-    wait_until(lambda: len(processes_of(state_dir)) == 5, "a keeper, two ranks and their children", timeout_s=10)
+    wait_until(lambda: len(processes_of(state_dir)) == 5, "a keeper, two ranks and their children")
     program.kill()
     finish(program)
-    wait_until(lambda: not processes_of(state_dir), "keeper and ranks have ended", timeout_s=5)
+    wait_until(lambda: not processes_of(state_dir), "keeper and ranks have ended")
     assert stale_labs() == ()
 
 
@@ -61,7 +61,7 @@ def test_ctrl_c_or_sigterm_of_the_program_ends_its_lab(state_dir: Path, number: 
     program = start(OWNER)
     program.send_signal(number)
     assert finish(program) == -number
-    wait_until(lambda: not processes_of(state_dir), "keeper and ranks have ended", timeout_s=5)
+    wait_until(lambda: not processes_of(state_dir), "keeper and ranks have ended")
 
 
 def test_kill_9_of_a_run_ends_its_ranks_and_leaves_the_lab_usable(state_dir: Path) -> None:
@@ -71,7 +71,7 @@ def test_kill_9_of_a_run_ends_its_ranks_and_leaves_the_lab_usable(state_dir: Pat
         program = start(GUEST, lab.name)
         program.kill()
         finish(program)
-        wait_until(lambda: len(processes_of(state_dir)) == 1, "only the keeper is left", timeout_s=5)
+        wait_until(lambda: len(processes_of(state_dir)) == 1, "only the keeper is left")
         assert lab.run(["true"]).returncode == 0
     finally:
         lab.down()
@@ -82,7 +82,7 @@ def test_kill_9_of_the_keeper_during_a_run_is_a_peer_failure_and_ends_the_ranks(
         pid = lab.status().keeper_pid
         with pytest.raises(PeerFailure, match="ended during the run"):
             lab.run(
-                ["sh", "-c", "echo up; exec sleep 60"],
+                ["sh", "-c", "echo up; exec sleep 600"],
                 on_line=lambda rank, *_: os.kill(pid, signal.SIGKILL) if rank == 0 else None,
             )
     assert stale_labs() == ()
@@ -98,8 +98,8 @@ def test_a_lab_taken_down_during_a_run_is_a_peer_failure(state_dir: Path) -> Non
 
     taker: list[subprocess.Popen[bytes]] = []
     with pytest.raises(PeerFailure, match="ended during the run"):
-        lab.run(["sh", "-c", "echo up; exec sleep 60"], on_line=take_down, timeout_s=30.0)
-    assert taker[0].wait(timeout=20) == 0
+        lab.run(["sh", "-c", "echo up; exec sleep 600"], on_line=take_down, timeout_s=30.0)
+    assert taker[0].wait(timeout=60) == 0
     lab.down()
 
 
@@ -107,14 +107,14 @@ def test_what_a_dead_lab_left_is_removed_and_nothing_else(state_dir: Path) -> No
     with Lab(SPEC) as other:
         dead = Lab(SPEC, keep=True)
         dead.up()
-        left = dead.popen("h0", ["sleep", "60"])
-        bystander = subprocess.Popen(["sleep", "60"])
+        left = dead.popen("h0", ["sleep", "600"])
+        bystander = subprocess.Popen(["sleep", "600"])
         try:
             os.kill(dead.status().keeper_pid, signal.SIGKILL)
             dead.close()
             wait_until(lambda: dead.name in stale_labs(), "the dead lab shows as stale")
             assert remove_stale() == (dead.name,)
-            assert left.wait(timeout=5) == -signal.SIGTERM
+            assert left.wait(timeout=60) == -signal.SIGTERM
             assert stale_labs() == ()
             assert bystander.poll() is None
             assert other.run(["true"]).returncode == 0
@@ -145,7 +145,7 @@ def test_two_labs_at_once_have_the_same_addresses_and_do_not_meet() -> None:
         server = one.popen("h0", python("import socket; s = socket.create_server(('h0', 5000)); s.accept()"))
         knock = python("import socket, sys; sys.exit(socket.socket().connect_ex(('h0', 5000)))")
         wait_until(lambda: one.exec("h1", knock).returncode == 0, "h0 of the first lab answers")
-        assert server.wait(timeout=5) == 0
+        assert server.wait(timeout=60) == 0
         server = one.popen("h0", python("import socket; s = socket.create_server(('h0', 5000)); s.accept()"))
         assert two.exec("h1", knock).returncode == 111, "connection refused: nobody listens in the second lab"
         server.kill()
@@ -229,7 +229,7 @@ print(os.listdir(folder + "/labs"))
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, fill: int) -> None:
     folder = tmp_path / "full"
     folder.mkdir()
-    done = subprocess.run(python(FULL_DISK, folder, fill), capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(python(FULL_DISK, folder, fill), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     message, left = done.stdout.splitlines()
     assert message.startswith("cannot write the lab's journal in ")
@@ -255,7 +255,7 @@ os.execv(sys.executable, [sys.executable, "-m", "wirespeed", "lab", *sys.argv[1:
 def test_no_permission_is_named_with_what_would_give_it_and_exits_3(state_dir: Path) -> None:
     command = python(NO_RIGHTS, "up", "--hosts", "2", "--rate", "1gbit")
     env = {**os.environ, "UID0": str(os.geteuid())}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert done.returncode == 3, done.stderr
     assert "needs root or unprivileged user namespaces" in done.stderr
     assert "sysctl user.max_user_namespaces=10000" in done.stderr
@@ -273,6 +273,6 @@ def test_the_program_needs_no_working_folder_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "socket.py").write_text("raise SystemExit('shadowed')")
     done = subprocess.run(
         [sys.executable, "-P", "-c", "from wirespeed.lab import *\nwith Lab(LabSpec.parse('1x1gbit')): pass"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

@@ -33,27 +33,36 @@ while True:
     server.sendto(b"!", peer)
 """
 COUNT = """
-import socket, sys
+import socket
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
 server.bind(("0.0.0.0", 7000))
 print("ready", flush=True)
 seen = 0
-while (data := server.recv(99)) != b"end":
-    seen += 1
-print(seen)
+while True:
+    data, peer = server.recvfrom(99)
+    if data == b"x":
+        seen += 1
+    else:
+        server.sendto(data + b" %d" % seen, peer)
 """
-# Small datagrams, a few at a time, so that no queue overflows; then an end that is repeated until heard.
+# Small datagrams, twenty at a time. Then the receiver is asked how many came, until an answer to this very question is
+# heard: whoever is late on the way, no queue ever holds more than these twenty and some questions.
 SEND = """
-import socket, sys, time
+import socket, sys
 link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-for number in range(int(sys.argv[2])):
-    link.sendto(b"x", (sys.argv[1], 7000))
-    if number % 10 == 0:
-        time.sleep(0.0005)
-for _ in range(50):
-    time.sleep(0.02)
-    link.sendto(b"end", (sys.argv[1], 7000))
+link.connect((sys.argv[1], 7000))
+link.settimeout(0.05)
+for batch in range(int(sys.argv[2]) // 20):
+    for _ in range(20):
+        link.send(b"x")
+    answer = []
+    while answer[:1] != [b"%d" % batch]:
+        link.send(b"%d" % batch)
+        try:
+            answer = link.recv(99).split()
+        except TimeoutError:
+            pass
+print(int(answer[1]))
 """
 TAKE = """
 import hashlib, socket
@@ -84,19 +93,25 @@ def test_a_round_trip_takes_twice_the_delay() -> None:
     with Lab(LabSpec(hosts=2, rate_bit_per_s=1e9, delay_s=0.02)) as lab:
         assert lab.status().delay_by in ("netem", "line")
         server = serve(lab, "h1", ECHO)
-        done = lab.exec("h0", python(PING, "h1", 20))
+        # Never early. The best of 20 is late by 0.4 ms on an idle machine; a busy one may need some more of them.
+        best_s = 1.0
+        for _ in range(10):
+            best_s = min(best_s, float(lab.exec("h0", python(PING, "h1", 20)).stdout))
+            if best_s < 0.044:
+                break
         server.kill()
         server.communicate()
-        # Never early; the best of 20 is late by under 2 ms (0.4 measured idle) even on a busy machine.
-        assert 0.040 <= float(done.stdout) < 0.042 + 0.002, done
+        assert 0.040 <= best_s < 0.044
 
 
 def test_frames_are_lost_with_the_chance_asked_for() -> None:
     # 4000 frames at 5 %: mean 200, standard deviation 13.8; five of them either side.
     with Lab(LabSpec(hosts=2, rate_bit_per_s=1e9, loss=0.05)) as lab:
         server = serve(lab, "h1", COUNT)
-        lab.exec("h0", python(SEND, "h1", 4000))
-        lost = 4000 - int(server.communicate(timeout=20)[0])
+        done = lab.exec("h0", python(SEND, "h1", 4000), timeout_s=100.0)
+        server.kill()
+        server.communicate()
+        lost = 4000 - int(done.stdout)
         assert 131 <= lost <= 269
 
 
@@ -105,7 +120,7 @@ def test_bytes_arrive_whole_over_a_link_that_loses_frames() -> None:
     with Lab(LabSpec(hosts=2, rate_bit_per_s=200e6, delay_s=0.001, loss=0.01)) as lab:
         server = serve(lab, "h1", TAKE)
         sent = lab.exec("h0", python(GIVE, "h1", 4_000_000), timeout_s=60.0)
-        assert server.communicate(timeout=30)[0].decode() == sent.stdout
+        assert server.communicate(timeout=60)[0].decode() == sent.stdout
 
 
 def test_the_line_carries_a_cable_that_was_out() -> None:

@@ -122,21 +122,27 @@ for moment, got in arrived:
             senders = [
                 lab.popen(source, python(program, target, 2.0)) for source, target in (("h0", "h2"), ("h1", "h3"))
             ]
-            assert [sender.wait(timeout=30) for sender in senders] == [0, 0]
+            assert [sender.wait(timeout=60) for sender in senders] == [0, 0]
             flows = []
             for server in servers:
-                first, *rest = server.communicate(timeout=30)[0].decode().splitlines()
+                first, *rest = server.communicate(timeout=60)[0].decode().splitlines()
                 flows.append((*map(float, first.split()), [tuple(map(float, line.split())) for line in rest]))
             # The common time, less the start (slow start) and the end (the queue of the first to stop).
             begin = max(flow[0] for flow in flows) + 0.4
             until = min(flow[1] for flow in flows) - 0.2
             total = sum(got for *_, arrived in flows for moment, got in arrived if begin <= moment < until)
-            ratio = total * 8 / (until - begin) / (200e6 * HEADER_EFFICIENCY)
-            assert ratio <= 1.05
-            best = max(best, ratio)
+            # What a receiver reads first in that time may have come since it last found nothing more to read.
+            since = min(last_drained(arrived, begin) for *_, arrived in flows)
+            assert total * 8 / (until - since) <= 1.05 * 200e6 * HEADER_EFFICIENCY
+            best = max(best, total * 8 / (until - begin) / (200e6 * HEADER_EFFICIENCY))
             if best >= 0.95:
                 break
     assert best >= 0.95
+
+
+def last_drained(arrived: list[tuple[float, float]], before_s: float) -> float:
+    """When a receiver last read less than its buffer of 256 KiB holds, and so all that there was."""
+    return max((moment for moment, got in arrived if moment < before_s and got < 1 << 18), default=arrived[0][0])
 
 
 @pytest.fixture
@@ -177,53 +183,64 @@ while True:
 """
 
 
+class Line:
+    """Whether ``source`` gets an answer from ``target`` over the lab."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+
+    def _answers(self, source: str, target: str, waits_s: tuple[float, ...]) -> bool:
+        return any(self._lab.exec(source, python(KNOCK, target, wait_s)).stdout == "here\n" for wait_s in waits_s)
+
+    def hears(self, source: str, target: str) -> bool:
+        # An answer takes under a millisecond on an idle machine; a busy one is given its time.
+        return self._answers(source, target, (0.3, 3.0, 20.0))
+
+    def is_silent(self, source: str, target: str) -> bool:
+        return not self._answers(source, target, (0.3, 1.0))
+
+
 @pytest.fixture
-def heard(lab: Lab) -> Iterator[object]:
-    """A question: does ``source`` get an answer from ``target`` over the lab?"""
+def line(lab: Lab) -> Iterator[Line]:
     servers = [lab.popen(host.name, python(ECHO), stdout=subprocess.PIPE) for host in lab.hosts]
     for server in servers:
         assert server.stdout is not None
         server.stdout.readline()
-
-    def ask(source: str, target: str) -> bool:
-        # An answer takes under a millisecond on an idle machine; an expected silence waits for less than the lot.
-        return any(lab.exec(source, python(KNOCK, target, wait_s)).stdout == "here\n" for wait_s in (0.3, 1.0))
-
-    yield ask
+    yield Line(lab)
     for server in servers:
         end(server)
 
 
-def test_a_host_that_is_down_is_silent_until_it_is_up(lab: Lab, heard) -> None:  # type: ignore[no-untyped-def]
-    assert heard("h0", "h1")
+def test_a_host_that_is_down_is_silent_until_it_is_up(lab: Lab, line: Line) -> None:
+    assert line.hears("h0", "h1")
     lab.fault("h1", "down")
     lab.fault("h1", "down")
-    assert not heard("h0", "h1")
-    assert heard("h0", "h2"), "others are not touched"
+    assert line.is_silent("h0", "h1")
+    assert line.hears("h0", "h2"), "others are not touched"
     assert [host.is_up for host in lab.status().hosts] == [True, False, True]
     carrier = lab.exec("h1", ["cat", "/sys/class/net/eth0/carrier"]).stdout
     assert carrier in ("0\n", ""), "the host sees that its cable is out"
     lab.fault("h1", "up")
-    assert heard("h0", "h1")
+    assert line.hears("h0", "h1")
 
 
-def test_a_partition_is_silent_both_ways_and_between_these_two_only(lab: Lab, heard) -> None:  # type: ignore[no-untyped-def]
-    assert heard("h0", "h1")
+def test_a_partition_is_silent_both_ways_and_between_these_two_only(lab: Lab, line: Line) -> None:
+    assert line.hears("h0", "h1")
     lab.fault("h0", "partition", other="h1")
     lab.fault("h1", "partition", other="h0")
-    assert not heard("h0", "h1")
-    assert not heard("h1", "h0")
-    assert heard("h0", "h2")
-    assert heard("h2", "h1")
+    assert line.is_silent("h0", "h1")
+    assert line.is_silent("h1", "h0")
+    assert line.hears("h0", "h2")
+    assert line.hears("h2", "h1")
     assert lab.status().hosts[0].partitioned_from == ("h1",)
     lab.fault("h1", "heal")
-    assert heard("h0", "h1")
+    assert line.hears("h0", "h1")
     assert lab.status().hosts[0].partitioned_from == ()
 
 
 def test_a_run_over_a_cut_link_ends_at_its_deadline_and_names_the_fault(lab: Lab) -> None:
     lab.fault("h2", "down")
-    result = lab.run(["sleep", "60"], timeout_s=0.3)
+    result = lab.run(["sleep", "600"], timeout_s=0.3)
     assert result.timed_out
     assert result.reason == "the run did not finish within 300 ms (h2 is down)"
 

@@ -22,7 +22,7 @@ if reason is not None:
     print("unavailable:", reason)
     raise SystemExit
 with Lab(LabSpec.parse(sys.argv[1])) as lab:
-    result = lab.run(["sh", "-c", "hostname; setsid sleep 60 &"], on_line=lambda rank, _, line: print(rank, line))
+    result = lab.run(["sh", "-c", "hostname; setsid sleep 600 &"], on_line=lambda rank, _, line: print(rank, line))
     status = lab.status()
     lab.fault("h1", "down")
     lab.fault("h1", "heal")

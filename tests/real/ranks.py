@@ -65,7 +65,7 @@ os._exit(0)
 
 
 def run_program(
-    program: str, tmp_path: Path, *, num_ranks: int = 2, env: dict[str, str] | None = None, timeout_s: float = 120.0
+    program: str, tmp_path: Path, *, num_ranks: int = 2, env: dict[str, str] | None = None, timeout_s: float = 300.0
 ) -> tuple[RunEnd, list[dict]]:
     """Run ``PREAMBLE`` and the program on every rank. Gives how it ended, and what each rank reported."""
     script = tmp_path / "program.py"

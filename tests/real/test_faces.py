@@ -68,7 +68,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def infer(*arguments: object) -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-m", "wirespeed", "infer", *map(str, arguments), "--json"],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr  # one input is broken
     return json.loads(done.stdout)  # type: ignore[no-any-return]

@@ -7,15 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from infer_models import Node, check_results, make_images, make_model
+from infer_models import Node, check_results, hurry, make_images, make_model, wait_for
 
 TOKEN = "a-token-of-enough-length"
 
@@ -51,13 +50,6 @@ def over(nodes: list[Node]) -> tuple[str, str]:
     return "--nodes", ",".join(node.address for node in nodes)
 
 
-def wait_for(test: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not test():
-        assert time.monotonic() < end_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.01)
-
-
 def test_a_folder_through_a_model_on_this_host(tmp_path: Path) -> None:
     model = make_model(tmp_path / "models")
     paths = make_images(tmp_path / "images", 60, special={7: b"bad", 11: b"kills the worker"})
@@ -77,7 +69,8 @@ def test_a_folder_through_a_model_on_this_host(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nodes_share_the_inputs_and_each_comes_back_once(tmp_path: Path) -> None:
-    make_model(tmp_path / "models", row_s=0.002)
+    # The job's 2 s of model are long beside the moments for which a busy machine lets one node wait.
+    make_model(tmp_path / "models", row_s=0.02)
     paths = make_images(tmp_path / "images", 300, special={5: b"bad"})
     env = {"WIRESPEED_TOKEN": TOKEN}
     with nodes_of(*[tmp_path / "models"] * 3, env=env) as nodes:
@@ -92,6 +85,7 @@ def test_nodes_share_the_inputs_and_each_comes_back_once(tmp_path: Path) -> None
         assert sum(told["per_node"].values()) == 299
         assert all(count > 50 for count in told["per_node"].values())
         assert told["management_bytes"] < 1024 * 3 * (told["seconds"] + 2)
+        hurry(tmp_path / "models")
         for encoding, kind in (("fp16", "halffloat"), ("int8", "int8")):
             done = infer(
                 tmp_path / "images", *over(nodes), "--out", out, "--features", encoding, "--overwrite", env=env
@@ -107,13 +101,13 @@ def test_nodes_share_the_inputs_and_each_comes_back_once(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_nodes_killed_and_stopped_lose_nothing_and_one_that_returns_works_again(tmp_path: Path) -> None:
-    make_model(tmp_path / "models", row_s=0.004)
+    make_model(tmp_path / "models", row_s=0.03)  # one node alone would take 45 s
     paths = make_images(tmp_path / "images", 1500)
-    with nodes_of(*[tmp_path / "models"] * 3) as nodes:
+    said = tmp_path / "said"
+    with nodes_of(*[tmp_path / "models"] * 3) as nodes, said.open("wb") as stderr:
         out = tmp_path / "r.parquet"
         job = subprocess.Popen(
-            command(tmp_path / "images", *over(nodes), "--out", out, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True,
+            command(tmp_path / "images", *over(nodes), "--out", out, "--json"), stdout=subprocess.PIPE, stderr=stderr, text=True,
         )  # fmt: skip
         partial = tmp_path / "r.parquet.partial"
         wait_for(lambda: partial.exists() and partial.stat().st_size > 20_000, "some results are written")
@@ -121,22 +115,29 @@ def test_nodes_killed_and_stopped_lose_nothing_and_one_that_returns_works_again(
         nodes[1].process.send_signal(signal.SIGSTOP)
         reborn = Node(tmp_path / "models", address=nodes[0].address).wait_open()
         try:
-            stdout, stderr = job.communicate(timeout=90)
+            wait_for(lambda: "is back" in said.read_text() or job.poll() is not None, "the node that returned is used")
+            wait_for(
+                lambda: f"node {nodes[1].address} is out" in said.read_text() or job.poll() is not None,
+                "the node that was stopped is given up",
+            )
+            hurry(tmp_path / "models")
+            stdout, _ = job.communicate(timeout=90)
         finally:
             nodes[1].process.send_signal(signal.SIGCONT)
             reborn.close()
-        assert job.returncode == 0, stderr
+        assert job.returncode == 0, said.read_text()
         check_results(out, paths)
         told = json.loads(stdout)
         assert told["num_again"] > 0
-        assert f"node {nodes[0].address} is out" in stderr
-        assert f"node {nodes[0].address} is back" in stderr
+        assert f"node {nodes[0].address} is out" in said.read_text()
+        assert f"node {nodes[0].address} is back" in said.read_text()
+        assert f"node {nodes[1].address} is out" in said.read_text()
 
 
 @pytest.mark.slow
 def test_a_node_ten_times_slower_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    make_model(tmp_path / "fast", row_s=0.004)
-    make_model(tmp_path / "slow", row_s=0.04)
+    make_model(tmp_path / "fast", row_s=0.01)
+    make_model(tmp_path / "slow", row_s=0.1)
     paths = make_images(tmp_path / "images", 600)
     with nodes_of(tmp_path / "fast", tmp_path / "fast", tmp_path / "fast", tmp_path / "slow") as nodes:
         out = tmp_path / "r.parquet"
@@ -149,7 +150,7 @@ def test_a_node_ten_times_slower_does_not_hold_up_the_end(tmp_path: Path) -> Non
 
 
 def test_a_dispatcher_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
-    make_model(tmp_path / "models", row_s=0.004)
+    make_model(tmp_path / "models", row_s=0.02)
     paths = make_images(tmp_path / "images", 1200, special={3: b"bad"})
     with nodes_of(*[tmp_path / "models"] * 2) as nodes:
         out = tmp_path / "r.parquet"
@@ -162,10 +163,11 @@ def test_a_dispatcher_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> No
                 lambda least=least: partial.exists() and partial.stat().st_size > least, "some results are written"
             )
             job.send_signal(number)
-            _, stderr = job.communicate(timeout=30)
+            _, stderr = job.communicate(timeout=60)
             assert not out.exists()
             assert job.returncode == (-9 if number == signal.SIGKILL else 130), stderr
         assert "the same command goes on from here" in stderr
+        hurry(tmp_path / "models")
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=90, check=False)
         assert done.returncode == 1, done.stderr
         check_results(out, paths, errors={3: "ValueError: no image"})
@@ -205,7 +207,7 @@ def test_without_any_node_left_the_job_ends_and_says_how_to_go_on(tmp_path: Path
 
 
 def test_a_drained_node_finishes_what_it_has_and_one_that_is_not_there_is_not_waited_for(tmp_path: Path) -> None:
-    make_model(tmp_path / "models", row_s=0.004)
+    make_model(tmp_path / "models", row_s=0.02)
     paths = make_images(tmp_path / "images", 600)
     with nodes_of(*[tmp_path / "models"] * 2) as nodes:
         out = tmp_path / "r.parquet"
@@ -218,7 +220,9 @@ def test_a_drained_node_finishes_what_it_has_and_one_that_is_not_there_is_not_wa
         partial = tmp_path / "r.parquet.partial"
         wait_for(lambda: partial.exists() and partial.stat().st_size > 10_000, "some results are written")
         nodes[0].process.terminate()
-        assert nodes[0].process.wait(20) == 0
+        assert nodes[0].process.wait(60) == 0
+        assert job.poll() is None, "the other node goes on"
+        hurry(tmp_path / "models")
         _, stderr = job.communicate(timeout=60)
         assert job.returncode == 0, stderr
         check_results(out, paths)

@@ -35,7 +35,7 @@ def launched(*arguments: str) -> list[str]:
 
 
 def run(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(launched(*arguments), env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(launched(*arguments), env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_the_choices_are_shown_as_one_document_and_nothing_runs(monkeypatch):
@@ -107,7 +107,7 @@ def test_a_signal_reaches_the_program_below():
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()

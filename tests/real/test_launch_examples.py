@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from wirespeed.system import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
 MANIFESTS = ("kubernetes-job.yaml", "kubernetes-jobset.yaml")
@@ -42,12 +43,6 @@ else:
 tasks = [subprocess.Popen(command, env={**os.environ, **shared, **own(rank)}) for rank in range(num)]
 sys.exit(max(task.wait() for task in tasks))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -87,8 +82,8 @@ def test_the_slurm_example_needs_no_torchrun(program, tmp_path, mpi):
     srun.write_text(SRUN)
     srun.chmod(0o755)
     # The port is made from the job's number: 15000 + JOB % 15000 (launch.launchers).
-    port = free_port()
-    job = port - 15000 if 15000 <= port < 30000 else os.getpid() % 15000
+    port = next(found for found in iter(free_port, None) if 15_000 <= found < 30_000)
+    job = port - 15_000
     env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", MPI_TYPE=mpi, JOB=str(job), PORT=str(port))
     out = run(["bash", str(EXAMPLES / "slurm.sbatch"), str(program)], env, tmp_path)
     assert told(out) == [f"rank {rank} of 2: 2, batch, []" for rank in range(2)]

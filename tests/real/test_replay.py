@@ -19,7 +19,8 @@ from wirespeed.sim.training import fill_buckets  # noqa: E402
 from wirespeed.spec.replay import ReplayRecord  # noqa: E402
 from wirespeed.spec.strategy import Strategy  # noqa: E402
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload  # noqa: E402
-from wirespeed.tune.places import LoopbackPlace, free_port  # noqa: E402
+from wirespeed.system import free_port  # noqa: E402
+from wirespeed.tune.places import LoopbackPlace  # noqa: E402
 from wirespeed.tune.replay import (  # noqa: E402
     ReplayOptions,
     first_bucket_bytes,

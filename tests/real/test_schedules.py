@@ -340,7 +340,7 @@ except Exception as fault:
 """,
         tmp_path,
         num_ranks=2,
-        timeout_s=60,
+        timeout_s=150,
     )
     assert end.returncode == 4, end
     assert any("PeerFailure" in line and "rank died" in line for line in end.tail[0]), end.tail

@@ -42,12 +42,21 @@ def request_of(content: bytes) -> InferRequest:
 
 
 async def wait_state(link: NodeLink, state: NodeState, timeout_s: float) -> float:
+    """How long it took, in the time for which this process was awake: a core that it did not get is not the link's."""
     loop = asyncio.get_running_loop()
-    begin_s = loop.time()
+    took_s = 0.0
     while link.state is not state:
-        assert loop.time() - begin_s < timeout_s, f"{link.state} after {timeout_s} s: {link.reason}"
+        assert took_s < timeout_s, f"{link.state} after {timeout_s} s: {link.reason}"
+        begin_s = loop.time()
         await asyncio.sleep(0.01)
-    return loop.time() - begin_s
+        took_s += min(loop.time() - begin_s, 0.05)
+    return took_s
+
+
+async def wait_under_way(*links: NodeLink) -> None:
+    async with asyncio.timeout(60):
+        while not any(link.num_under_way for link in links):
+            await asyncio.sleep(0.01)
 
 
 def test_requests_are_answered_by_all_nodes_and_wrong_ones_keep_their_reason(tmp_path: Path) -> None:
@@ -92,8 +101,7 @@ def test_a_killed_node_is_out_at_once_and_a_stopped_one_within_three_seconds(tmp
                     asyncio.ensure_future(router.infer("digest", "", request_of(content), timeout_s=30))
                     for content in contents
                 ]
-                while not link.num_under_way:
-                    await asyncio.sleep(0.01)
+                await wait_under_way(link)
                 hurt.process.send_signal(number)
                 assert await wait_state(link, NodeState.LOST, most_s) < most_s
                 answers = await asyncio.gather(*calls)  # each ran, or ran once more elsewhere
@@ -104,7 +112,7 @@ def test_a_killed_node_is_out_at_once_and_a_stopped_one_within_three_seconds(tmp
             assert second.was_silent
             assert not first.was_silent
             nodes[1].process.send_signal(signal.SIGCONT)
-            await wait_state(second, NodeState.UP, 10.0)
+            await wait_state(second, NodeState.UP, 60.0)
             assert third.state is NodeState.UP
         finally:
             nodes[1].process.send_signal(signal.SIGCONT)
@@ -115,7 +123,7 @@ def test_a_killed_node_is_out_at_once_and_a_stopped_one_within_three_seconds(tmp
 
 
 def test_a_request_that_must_not_run_twice_is_not_sent_again(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "models", row_s=0.5)
+    model = make_model(tmp_path / "models", row_s=60)  # it ends with its node
     (model / "model.toml").write_text("idempotent = false\n" + (model / "model.toml").read_text())
 
     async def main(nodes: list[Node]) -> None:
@@ -123,8 +131,7 @@ def test_a_request_that_must_not_run_twice_is_not_sent_again(tmp_path: Path) -> 
         await router.open()
         try:
             call = asyncio.ensure_future(router.infer("digest", "", request_of(b"x"), timeout_s=30))
-            while not any(link.num_under_way for link in router.links):
-                await asyncio.sleep(0.01)
+            await wait_under_way(*router.links)
             await asyncio.sleep(0.1)
             busy = next(place for place, link in enumerate(router.links) if link.num_under_way)
             nodes[busy].process.kill()
@@ -146,13 +153,13 @@ def test_beats_are_few_small_and_counted(tmp_path: Path) -> None:
         link = NodeLink(node.address, security=wire.Security())
         link.start()
         try:
-            await wait_state(link, NodeState.UP, 10.0)
+            await wait_state(link, NodeState.UP, 60.0)
             before, beats = link.management_bytes, link.num_beats
             loop = asyncio.get_running_loop()
             begin_s = loop.time()
-            # Under load, so that changes are told too.
-            while loop.time() - begin_s < 2.5:
-                await asyncio.gather(*(link.infer("digest", "", request_of(b"x"), timeout_s=10) for _ in range(40)))
+            # Under load, so that changes are told too. A busy machine may be late with the second beat.
+            while loop.time() - begin_s < 2.5 or (link.num_beats - beats < 2 and loop.time() - begin_s < 30):
+                await asyncio.gather(*(link.infer("digest", "", request_of(b"x"), timeout_s=60) for _ in range(40)))
             took_s = loop.time() - begin_s
             assert 2 <= link.num_beats - beats <= 2 * took_s + 2
             assert (link.management_bytes - before) / took_s < 300
@@ -178,17 +185,17 @@ def test_malformed_calls_are_refused_and_the_node_goes_on(tmp_path: Path) -> Non
                 for _ in range(60):
                     meta, payload = rng.bytes(int(rng.integers(0, 60))), rng.bytes(int(rng.integers(0, 200)))
                     try:
-                        reply = await connection.call(method, payload, meta=meta, timeout_s=5)
+                        reply = await connection.call(method, payload, meta=meta, timeout_s=60)
                     except wire.CallFailed as fault:
                         statuses.add(fault.status)
                     else:
                         assert method == "beat", (meta, reply.payload)
             assert statuses == {wire.Status.INVALID}
-            decode_beat((await connection.call("beat", bytes(4), timeout_s=5)).payload)
+            decode_beat((await connection.call("beat", bytes(4), timeout_s=60)).payload)
         link = NodeLink(node.address, security=wire.Security())
         link.start()
-        await wait_state(link, NodeState.UP, 10.0)
-        result = await link.scatter("digest", "", "fp32", [b"abc", b"bad", b""], timeout_s=10)
+        await wait_state(link, NodeState.UP, 60.0)
+        result = await link.scatter("digest", "", "fp32", [b"abc", b"bad", b""], timeout_s=60)
         assert [places for places, _ in result.groups] == [[0, 2]]
         assert [(place, reason) for place, reason, _ in result.failures] == [(1, Reason.FAILED)]
         await link.close()
@@ -202,7 +209,7 @@ def test_a_peer_that_is_no_node_is_named(tmp_path: Path) -> None:
         async with await wire.listen("127.0.0.1:0", {"other": lambda request: b""}) as server:
             router = Router([server.address], security=wire.Security(), times=LinkTimes(connect_s=1.0))
             with pytest.raises(PeerFailure, match=r"none of 1 nodes answers.*has no method"):
-                await router.open(timeout_s=0.5)
+                await router.open(timeout_s=2.0)
 
     wire.run(main())
 
@@ -235,7 +242,9 @@ def test_the_doors_of_a_dispatcher_answer_while_nodes_die(tmp_path: Path) -> Non
             assert front.stdout is not None
             text = ""
             while not text.endswith("}\n"):
-                text += front.stdout.readline()
+                line = front.stdout.readline()
+                assert line, "the dispatcher ended"
+                text += line
             doors = json.loads(text)
             assert doors["models"] == ["digest"]
 
@@ -255,7 +264,7 @@ def test_the_doors_of_a_dispatcher_answer_while_nodes_die(tmp_path: Path) -> Non
 
             wire.run(main())
             front.send_signal(signal.SIGTERM)
-            assert front.wait(20) == 0
+            assert front.wait(60) == 0
         finally:
             front.kill()
-            front.communicate(timeout=20)
+            front.communicate(timeout=60)

@@ -1,6 +1,5 @@
 """A session on real ranks: every strategy averages, ranks agree, and DDP's features keep working."""
 
-import pytest
 from ranks import fine, run_program
 
 STRATEGIES = ["dense", "half", "int8", "topk@5%", "lowrank@4", "int8/64KiB"]
@@ -21,21 +20,23 @@ def train(strategy, steps=8, **ddp_options):
 """
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_hold_equal_parameters_after_training(strategy, tmp_path):
+def test_ranks_hold_equal_parameters_after_training(tmp_path):
     results = fine(
         TRAIN
         + f"""
-model, session = train({strategy!r})
-told = session.report()
-report(agree=agree(model), steps=told.num_steps, name=told.strategy, parts=told.breakdown.step_s)
+found = {{}}
+for strategy in {STRATEGIES!r}:
+    model, session = train(strategy)
+    told = session.report()
+    found[strategy] = dict(agree=agree(model), steps=told.num_steps, name=told.strategy, is_timed=told.breakdown.step_s > 0)
+report(found=found)
 """,
         tmp_path,
         num_ranks=3,
     )
-    assert all(r["agree"] for r in results)
-    assert {r["steps"] for r in results} == {8}
-    assert {r["name"] for r in results} == {strategy}
+    for strategy in STRATEGIES:
+        told = [r["found"][strategy] for r in results]
+        assert told == [{"agree": True, "steps": 8, "name": strategy, "is_timed": True}] * 3
 
 
 def test_dense_gives_what_plain_ddp_gives_bit_for_bit(tmp_path):
@@ -59,27 +60,30 @@ report(equal=torch.equal(with_session, flat(model)))
     assert all(r["equal"] for r in results)
 
 
-@pytest.mark.parametrize(("strategy", "tolerance"), [("half", 2e-3), ("int8", 2e-2)])
-def test_a_faithful_strategy_stays_near_dense(strategy, tolerance, tmp_path):
+def test_a_faithful_strategy_stays_near_dense(tmp_path):
     # half rounds to 11 bits and int8 to 8, each step anew; over 8 steps the distance stays near one rounding.
     results = fine(
         TRAIN
-        + f"""
-dense, other = flat(train("dense")[0]), flat(train({strategy!r})[0])
-start = flat(make_model())
-report(distance=float((other - dense).norm() / (dense - start).norm()))
+        + """
+dense, start = flat(train("dense")[0]), flat(make_model())
+report(**{s: float((flat(train(s)[0]) - dense).norm() / (dense - start).norm()) for s in ("half", "int8")})
 """,
         tmp_path,
     )
-    assert 0 < results[0]["distance"] < tolerance
+    assert 0 < results[0]["half"] < 2e-3
+    assert 0 < results[0]["int8"] < 2e-2
 
 
-@pytest.mark.parametrize(
-    "options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}]
-)
-def test_ddp_options_keep_working(options, tmp_path):
-    results = fine(TRAIN + f"model, session = train('int8', **{options!r})\nreport(agree=agree(model))", tmp_path)
-    assert all(r["agree"] for r in results)
+def test_ddp_options_keep_working(tmp_path):
+    results = fine(
+        TRAIN
+        + """
+options = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+report(**{option: agree(train("int8", **{option: True})[0]) for option in options})
+""",
+        tmp_path,
+    )
+    assert results == [{"gradient_as_bucket_view": True, "find_unused_parameters": True, "static_graph": True}] * 2
 
 
 def test_accumulation_without_synchronisation_sends_once(tmp_path):
@@ -129,16 +133,16 @@ def test_all_ranks_switch_together_and_go_on_agreeing(tmp_path):
     assert all(r == {"agree": True, "steps": 15} for r in results)
 
 
-@pytest.mark.parametrize("strategy", ["half", "int8", "topk@5%", "lowrank@2"])
-def test_a_checkpoint_resumes_bit_by_bit(strategy, tmp_path):
+def test_a_checkpoint_resumes_bit_by_bit(tmp_path):
+    strategies = ["half", "int8", "topk@5%", "lowrank@2"]
     results = fine(
         """
-        def start():
+        def start(strategy):
             model = make_model()
             # Buckets that never change: int8 blocks then begin at the same elements before and after.
             ddp = DDP(model, find_unused_parameters=True)
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-            return model, ddp, optimizer, wirespeed.train.attach(ddp, optimizer, strategy="STRATEGY")
+            return model, ddp, optimizer, wirespeed.train.attach(ddp, optimizer, strategy=strategy)
 
         def steps(ddp, optimizer, numbers):
             for step in numbers:
@@ -148,22 +152,26 @@ def test_a_checkpoint_resumes_bit_by_bit(strategy, tmp_path):
                 loss.backward()
                 optimizer.step()
 
-        model, ddp, optimizer, session = start()
-        steps(ddp, optimizer, range(5))
-        held = {k: v.clone() for k, v in model.state_dict().items()}
-        state = session.state_dict()
-        steps(ddp, optimizer, range(5, 9))
-        straight = flat(model)
-        session.detach()
-        model, ddp, optimizer, session = start()
-        model.load_state_dict(held)
-        session.load_state_dict(state)
-        steps(ddp, optimizer, range(5, 9))
-        report(equal=torch.equal(straight, flat(model)), plain=all(isinstance(v, torch.Tensor) for v in state["residuals"].values()))
-        """.replace("STRATEGY", strategy),
+        found = {}
+        for strategy in STRATEGIES:
+            model, ddp, optimizer, session = start(strategy)
+            steps(ddp, optimizer, range(5))
+            held = {k: v.clone() for k, v in model.state_dict().items()}
+            state = session.state_dict()
+            steps(ddp, optimizer, range(5, 9))
+            straight = flat(model)
+            session.detach()
+            model, ddp, optimizer, session = start(strategy)
+            model.load_state_dict(held)
+            session.load_state_dict(state)
+            steps(ddp, optimizer, range(5, 9))
+            are_plain = all(isinstance(v, torch.Tensor) for v in state["residuals"].values())
+            found[strategy] = dict(equal=torch.equal(straight, flat(model)), plain=are_plain)
+        report(found=found)
+        """.replace("STRATEGIES", repr(strategies)),
         tmp_path,
     )
-    assert all(r == {"equal": True, "plain": True} for r in results)
+    assert [r["found"] for r in results] == [dict.fromkeys(strategies, {"equal": True, "plain": True})] * 2
 
 
 def test_off_switches_everything_off(tmp_path):
@@ -253,15 +261,13 @@ def test_a_rank_that_dies_fails_the_others_with_a_peer_failure(tmp_path):
         """,
         tmp_path,
         num_ranks=2,
-        timeout_s=60,
+        timeout_s=150,
     )
     assert end.returncode == 4, end
     assert any("PeerFailure" in line and "rank died" in line for line in end.tail[0]), end.tail
 
 
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
+REFUSED = [
         ("wirespeed.train.attach(make_model())", "expected a torch.nn.parallel.DistributedDataParallel"),
         (
             "ddp = DDP(make_model()); ddp.register_comm_hook(None, lambda state, bucket: None); wirespeed.train.attach(ddp)",
@@ -274,18 +280,23 @@ def test_a_rank_that_dies_fails_the_others_with_a_peer_failure(tmp_path):
         ("wirespeed.train.attach(DDP(make_model()), strategy='int9')", "CODEC"),
         ("wirespeed.train.attach(DDP(make_model()), fidelity='best')", "one of exact, half, compressed, lossy"),
         ("wirespeed.train.attach(DDP(make_model()), strategy='absent.toml')", "cannot read strategy file"),
-    ],
-)
-def test_what_cannot_be_attached_is_refused_clearly(program, message, tmp_path):
-    results = fine(
+    ]
+
+
+def test_what_cannot_be_attached_is_refused_clearly(tmp_path):
+    (result,) = fine(
         f"""
-try:
-    {program}
-    report(error=None)
-except wirespeed.UsageError as fault:
-    report(error=str(fault))
+said = []
+for program in {[program for program, _ in REFUSED]!r}:
+    try:
+        exec(program)
+        said.append("accepted")
+    except wirespeed.UsageError as fault:
+        said.append(str(fault))
+report(said=said)
 """,
         tmp_path,
         num_ranks=1,
     )
-    assert message in results[0]["error"]
+    for (program, message), said in zip(REFUSED, result["said"], strict=True):
+        assert message in said, program

@@ -35,7 +35,7 @@ with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup
     for step in range(5):
         x, y = batch(step, sizes=(256, 8))
         if rank == 1:
-            time.sleep(0.08)
+            time.sleep(0.25)
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
@@ -67,8 +67,8 @@ def test_a_real_trace_tells_steps_collectives_and_their_sizes(traced):
 def test_the_rank_that_sleeps_is_the_one_that_the_other_waits_for(traced):
     folder, _ = traced
     record = analyse([t for rank in (0, 1) for t in read_trace(folder / f"rank{rank}.json.gz")])
-    # Rank 1 sleeps 80 ms of each of three steps.
-    assert record.ranks[0].waiting_s - record.ranks[1].waiting_s > 0.15
+    # Rank 1 sleeps 250 ms of each of three steps. What a busy machine takes from rank 0, it waits less.
+    assert record.ranks[0].waiting_s - record.ranks[1].waiting_s > 0.45
     assert any(finding.startswith("rank 1 is late: rank 0 waits") for finding in record.findings)
 
 

@@ -60,18 +60,16 @@ def shaped(body: str) -> str:
 
 
 class Quiet:
-    """Progress that nobody sees; ``on_step`` hears of steps."""
+    """Progress that nobody sees."""
 
-    def __init__(self, on_step: Callable[[int], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.notes: list[str] = []
-        self._on_step = on_step
 
     def phase(self, text: str, *, total: int | None = None) -> None:
         pass
 
     def advance(self, step: int) -> None:
-        if self._on_step is not None:
-            self._on_step(step)
+        pass
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -107,7 +105,7 @@ def wait_for(test: Callable[[], object], what: str, timeout_s: float) -> None:
 
 def assert_nothing_left(folder: Path) -> None:
     """No process that names the folder, and no temporary file in it."""
-    wait_for(lambda: not processes_naming(str(folder)), "every process of the run has ended", 10.0)
+    wait_for(lambda: not processes_naming(str(folder)), "every process of the run has ended", 60.0)
     assert [path for path in folder.rglob(".*") if path.is_file()] == []
 
 

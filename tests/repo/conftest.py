@@ -14,12 +14,13 @@ import pytest
 
 pytest.importorskip("obstore", reason="needs the extra `repo`")
 
-from repo_tools import SECOND_KEY, free_port, wait_for_port
+from repo_tools import SECOND_KEY, wait_for_port
 
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.devstore import DevStore, dev_store, find_weed
 from wirespeed.repo.repository import Repository
 from wirespeed.repo.store import Store, open_store
+from wirespeed.system import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -19,13 +19,7 @@ from wirespeed.repo.safetensors import build_head
 SECOND_KEY = ("second-access", "second-secret")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for_port(port: int, timeout_s: float = 15.0) -> bool:
+def wait_for_port(port: int, timeout_s: float = 60.0) -> bool:
     give_up_s = time.monotonic() + timeout_s
     while time.monotonic() < give_up_s:
         try:

@@ -55,7 +55,7 @@ class Daemon:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGCONT)
         self.process.kill()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
         if self.process.stdout is not None:
             self.process.stdout.close()
 
@@ -63,7 +63,7 @@ class Daemon:
         """As an operator ends it."""
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
-        code = self.process.wait(timeout=10)
+        code = self.process.wait(timeout=60)
         if self.process.stdout is not None:
             self.process.stdout.close()
         return code
@@ -74,7 +74,7 @@ class Daemon:
     def progress(self, digest: bytes) -> Progress:
         async def ask() -> Progress:
             async with await wire.connect(self.address) as connection:
-                return unpack((await connection.call("progress", digest, timeout_s=5)).payload, Progress)
+                return unpack((await connection.call("progress", digest, timeout_s=60)).payload, Progress)
 
         return wire.run(ask())
 
@@ -82,7 +82,7 @@ class Daemon:
         return self.log.read_text()
 
 
-def wait_until(test: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(test: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not test():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -101,7 +101,7 @@ class Relay:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
 
     def _run(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -152,4 +152,4 @@ class Relay:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)

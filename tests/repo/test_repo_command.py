@@ -100,7 +100,7 @@ def test_nothing_of_it_needs_torch(pushed: Path, tmp_path: Path) -> None:
         "from wirespeed.cli.main import main\n"
         f"sys.exit(main(['repo', 'ls']) or main(['repo', 'verify']) or main(['repo', 'pull', 'org/m', '--to', {str(tmp_path / 'o')!r}]))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=120).returncode == 0
 
 
 def test_dev_store_serves_until_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +116,6 @@ def test_dev_store_serves_until_interrupted(tmp_path: Path, monkeypatch: pytest.
         assert main(["repo", "push", str(folder), "-n", "m"]) == 0
         assert main(["repo", "pull", "m", "--to", str(tmp_path / "out")]) == 0
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
     assert tree(tmp_path / "out") == tree(folder)
     assert main(["repo", "ls"]) == 4

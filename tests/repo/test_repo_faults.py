@@ -169,7 +169,7 @@ def test_a_damaged_file_in_the_cache_is_found_out_and_replaced(repository: Repos
 def test_a_damaged_value_in_the_hot_tier_is_passed_over(repository: Repository, tmp_path: Path, redis_server) -> None:  # type: ignore[no-untyped-def]
     folder = make_model(tmp_path / "m")
     repository.push(folder, "m")
-    hot = Hot(redis_server.url)
+    hot = Hot(redis_server.url, timeout_s=60)
     warm = Repository(repository.store, cache=Cache(tmp_path / "w"), hot=hot)
     warm.pull("m", to=tmp_path / "warm")
     again = Repository(repository.store, cache=Cache(tmp_path / "a"), hot=hot)

@@ -34,7 +34,7 @@ def server(repository: Repository) -> Iterator[HubServer]:
     yield found
     found.shutdown()
     found.server_close()
-    thread.join(timeout=5)
+    thread.join(timeout=60)
 
 
 def client(server: HubServer, home: Path, code: str, **environment: str) -> str:
@@ -48,7 +48,7 @@ def client(server: HubServer, home: Path, code: str, **environment: str) -> str:
 
 
 def ask(server: HubServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(urlsplit(server.endpoint).netloc, timeout=10)
+    connection = http.client.HTTPConnection(urlsplit(server.endpoint).netloc, timeout=60)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     content = answer.read()
@@ -225,4 +225,4 @@ def test_a_token_is_needed_beyond_loopback_and_is_checked(repository: Repository
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(timeout=5)
+        thread.join(timeout=60)

@@ -31,10 +31,10 @@ class Served:
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=60)
 
     def ask(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=20)
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
         connection.request("GET", path)
         answer = connection.getresponse()
         content = answer.read()

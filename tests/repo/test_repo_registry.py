@@ -74,11 +74,11 @@ def server(repository: Repository) -> Iterator[HubServer]:
     yield found
     found.shutdown()
     found.server_close()
-    thread.join(timeout=5)
+    thread.join(timeout=60)
 
 
 def ask(server: HubServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(urlsplit(server.endpoint).netloc, timeout=10)
+    connection = http.client.HTTPConnection(urlsplit(server.endpoint).netloc, timeout=60)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     content = answer.read()
@@ -173,7 +173,7 @@ def test_a_token_is_the_password(repository: Repository, tmp_path: Path) -> None
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(timeout=5)
+        thread.join(timeout=60)
 
 
 @pytest.mark.skipif(shutil.which("skopeo") is None, reason="skopeo is not installed: apt-get install skopeo")

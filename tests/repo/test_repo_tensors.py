@@ -19,6 +19,7 @@ from wirespeed.repo.checkpoints import RepoReader, RepoWriter, Saver  # noqa: E4
 from wirespeed.repo.repository import Repository  # noqa: E402
 from wirespeed.repo.store import Store  # noqa: E402
 from wirespeed.repo.tensors import file_system_of, load, save  # noqa: E402
+from wirespeed.system import free_port  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -189,15 +190,18 @@ def test_a_checkpoint_of_what_did_not_change_sends_almost_nothing(repository: Re
 
 
 class Evil:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, ("touch /tmp/wirespeed-evil",)
+        return os.system, (f"touch {self.proof}",)
 
 
-def test_a_pickle_that_would_run_code_is_refused(repository: Repository) -> None:
-    dcp.save({"x": Evil()}, storage_writer=RepoWriter("run", repo=repository), no_dist=True)
+def test_a_pickle_that_would_run_code_is_refused(repository: Repository, tmp_path: Path) -> None:
+    dcp.save({"x": Evil(tmp_path / "evil")}, storage_writer=RepoWriter("run", repo=repository), no_dist=True)
     with pytest.raises(CheckpointException, match="may run code"):
         dcp.load({"x": 0}, storage_reader=RepoReader("run", repo=repository), no_dist=True)
-    assert not Path("/tmp/wirespeed-evil").exists()
+    assert not (tmp_path / "evil").exists()
 
 
 def test_what_is_no_checkpoint_says_so(repository: Repository, tmp_path: Path) -> None:
@@ -229,8 +233,6 @@ dist.destroy_process_group()
 
 
 def test_a_checkpoint_of_four_ranks_loads_on_two_and_along_another_dimension(tmp_path: Path) -> None:
-    from repo_tools import free_port
-
     script = tmp_path / "reshard.py"
     script.write_text(RESHARD)
     for what, size, dim in (("save", 4, 0), ("load", 2, 0), ("load", 3, 1)):

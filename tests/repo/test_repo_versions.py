@@ -38,7 +38,7 @@ def at_once(count: int, work: Callable[[int], object]) -> list[object]:
     gate = threading.Barrier(count)
 
     def run(at: int) -> None:
-        gate.wait(timeout=30)
+        gate.wait(timeout=60)
         try:
             results[at] = work(at)
         except Exception as fault:  # handed to the test
@@ -48,7 +48,8 @@ def at_once(count: int, work: Callable[[int], object]) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=240)
+    assert not any(thread.is_alive() for thread in threads), "calls that have not ended after 240 s"
     return results
 
 

@@ -28,6 +28,7 @@ from wirespeed.repo.swarm.messages import Plan, Progress, pack, unpack
 from wirespeed.repo.swarm.warm import Warmed, known_peers
 from wirespeed.repo.swarm.warm import warm as run_warm
 from wirespeed.repo.versions import Version
+from wirespeed.system import free_port
 
 SIZE_BYTES = 96_000_000
 Start = Callable[..., Daemon]
@@ -94,7 +95,7 @@ def relays() -> Iterator[Callable[..., Relay]]:
 
 
 def warm(version: Version, addresses: list[str], **options: object) -> Warmed:
-    return wire.run(run_warm(version, addresses, deadline_s=60.0, **options))  # type: ignore[arg-type]
+    return wire.run(run_warm(version, addresses, deadline_s=180.0, **options))  # type: ignore[arg-type]
 
 
 def in_background(version: Version, addresses: list[str], **options: object) -> Callable[[], Warmed]:
@@ -103,7 +104,8 @@ def in_background(version: Version, addresses: list[str], **options: object) -> 
     thread.start()
 
     def result() -> Warmed:
-        thread.join(timeout=70)
+        thread.join(timeout=240)
+        assert found, "the version did not reach the hosts within its deadline"
         return found[0]
 
     return result
@@ -194,7 +196,7 @@ def test_a_host_that_is_paused_is_passed_over(
     result = in_background(version, [peer.address for peer in peers], seeds=[seed.address])
     wait_until(lambda: held(peers[1], digest) > SIZE_BYTES // 4, "the second host has a quarter")
     peers[1].signal(signal.SIGSTOP)
-    wait_until(lambda: peers[2].progress(digest).state == "whole", "the third host is done", 30)
+    wait_until(lambda: peers[2].progress(digest).state == "whole", "the third host is done", 90)
     peers[1].signal(signal.SIGCONT)
     warmed = result()
     assert states(warmed) == ["whole"] * 3
@@ -213,9 +215,9 @@ def test_a_slow_host_holds_nobody_up(
     begin_s = time.monotonic()
     result = in_background(version, [peer.address for peer in (first, slow, *behind)], seeds=[seed.address])
     for peer in behind:
-        wait_until(lambda peer=peer: peer.progress(digest).state == "whole", "those behind are done", 30)
-    # Alone it takes 96 MB at 200 Mbit/s, 3.8 s; behind the slow one it would be ten times that.
-    assert time.monotonic() - begin_s < 20
+        wait_until(lambda peer=peer: peer.progress(digest).state == "whole", "those behind are done")
+    # Alone it takes 96 MB at 200 Mbit/s, 3.8 s; behind the slow one it would be ten times that, 38 s.
+    assert time.monotonic() - begin_s < 30
     assert slow.progress(digest).state == "running"
     assert any(slow.address in note and "slower" in note for note in behind[0].progress(digest).passed_over)
     for peer in behind:
@@ -231,7 +233,7 @@ def test_a_slow_first_host_behind_a_seed_is_found_by_a_trial(
     slow = start("p0", "--rate", "20mbit")
     behind = start("p1", "--rate", "200mbit")
     result = in_background(version, [slow.address, behind.address], seeds=[seed.address])
-    wait_until(lambda: behind.progress(digest).state == "whole", "the second host is done", 30)
+    wait_until(lambda: behind.progress(digest).state == "whole", "the second host is done", 90)
     assert any(slow.address in note for note in behind.progress(digest).passed_over)
     slow.kill()
     assert states(result()) == ["failed", "whole"]
@@ -245,8 +247,8 @@ def test_a_chunk_that_comes_wrong_is_noticed_and_its_sender_blamed(
     # The second host reaches the first one by a link that turns a bit over; the third host takes from the second.
     bad = relays(first.address, flip_after=30_000_000)
     begun = [
-        order(second, Plan(version=version, upstreams=(bad.address, seed.address), position=1, deadline_s=30)),
-        order(third, Plan(version=version, upstreams=(second.address, seed.address), position=2, deadline_s=30)),
+        order(second, Plan(version=version, upstreams=(bad.address, seed.address), position=1, deadline_s=120)),
+        order(third, Plan(version=version, upstreams=(second.address, seed.address), position=2, deadline_s=120)),
     ]
     ended = [wait_for(peer, version) for peer in (second, third)]
     assert [progress.state for progress in begun] == ["running", "running"]
@@ -275,7 +277,7 @@ def wait_for(daemon: Daemon, version: Version) -> Progress:
     async def ask() -> Progress:
         async with await wire.connect(daemon.address) as connection:
             digest = bytes.fromhex(version.manifest_digest)
-            return unpack((await connection.call("wait", digest, timeout_s=40)).payload, Progress)
+            return unpack((await connection.call("wait", digest, timeout_s=150)).payload, Progress)
 
     return wire.run(ask())
 
@@ -284,7 +286,7 @@ def wait_for(daemon: Daemon, version: Version) -> Progress:
 def test_a_tracker_that_dies_and_comes_back_is_missed_by_nobody(
     start: Start, store_folder: Path, version: Version, digest: bytes
 ) -> None:
-    tracker = start("tracker", kind="tracker")
+    tracker = start("tracker", kind="tracker", listen=f"127.0.0.1:{free_port()}")
     arguments = ("-r", str(store_folder), "--tracker", tracker.address)
     peers = [start(f"p{at}", *arguments, "--rate", "200mbit") for at in range(2)]
     result = in_background(version, [peer.address for peer in peers])
@@ -299,7 +301,7 @@ def test_a_tracker_that_dies_and_comes_back_is_missed_by_nobody(
     pull = subprocess.run(
         [sys.executable, "-m", "wirespeed", "repo", "pull", "m@v1", "-r", str(store_folder), "--json"],
         env={**environment(late), "WIRESPEED_PEER": late.address},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert pull.returncode == 0, pull.stderr
     assert json.loads(pull.stdout)["store_bytes"] == 0
@@ -375,10 +377,15 @@ def test_the_store_is_the_last_resort_of_a_chain_whose_head_died(
 
 
 def test_a_rate_is_kept(start: Start, seed: Daemon, version: Version) -> None:
-    peer = start("p0", "--rate", "400mbit")
-    warmed = warm(version, [peer.address], seeds=[seed.address])
-    # 96 MB at 50 MB/s, less what is saved up.
-    assert 1.8 < warmed.seconds < 6
+    # 96 MB at 50 MB/s, less what is saved up. A busy machine can only be slower: the best of some is near to that.
+    best_s = 60.0
+    for at in range(4):
+        peer = start(f"p{at}", "--rate", "400mbit")
+        best_s = min(best_s, warm(version, [peer.address], seeds=[seed.address]).seconds)
+        assert best_s > 1.8
+        if best_s < 6:
+            break
+    assert best_s < 6
 
 
 def test_hosts_that_cannot_be_reached_are_named_and_the_others_served(
@@ -392,7 +399,7 @@ def test_hosts_that_cannot_be_reached_are_named_and_the_others_served(
             sys.executable, "-m", "wirespeed", "repo", "warm", "m@v1", "-r", str(store_folder),
             "--hosts", f"{peer.address},{gone.address}", "--seeds", seed.address,
         ],
-        capture_output=True, text=True, timeout=60, env=environment(peer), check=False,
+        capture_output=True, text=True, timeout=120, env=environment(peer), check=False,
     )  # fmt: skip
     assert done.returncode == 4, done.stderr
     assert "on 1 of 2 hosts" in done.stderr

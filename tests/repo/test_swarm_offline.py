@@ -43,7 +43,7 @@ def test_eight_warmed_hosts_answer_their_first_request_without_the_store(
             set_alias(repository.store, "org/m", "prod", 1)
             version = repository.version("org/m@prod")
             peers += [Daemon("peer", tmp_path / f"p{at}", "-r", store.url) for at in range(NUM_HOSTS)]
-            warmed = wire.run(warm(version, [peer.address for peer in peers], alias="prod", deadline_s=60))
+            warmed = wire.run(warm(version, [peer.address for peer in peers], alias="prod", deadline_s=180))
             assert [host.progress.state for host in warmed.hosts] == ["whole"] * NUM_HOSTS
             assert sum(host.progress.store_bytes > 0 for host in warmed.hosts) == 1
         # The store is gone. A program starts on every host, loads the model and computes something.
@@ -64,7 +64,7 @@ def test_eight_warmed_hosts_answer_their_first_request_without_the_store(
             done = subprocess.run(
                 [sys.executable, "-c", code, wanted],
                 env={**os.environ, "WIRESPEED_CACHE": str(peer.cache), "WIRESPEED_REPO": store.url, **more},
-                capture_output=True, text=True, timeout=60, check=False,
+                capture_output=True, text=True, timeout=120, check=False,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr
             assert float(done.stdout) == expected

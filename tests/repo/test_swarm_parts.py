@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,9 +23,10 @@ from wirespeed.repo.repository import Repository
 from wirespeed.repo.swarm.asks import group
 from wirespeed.repo.swarm.board import Board
 from wirespeed.repo.swarm.chain import arrange, is_slow, joiner_upstreams, upstreams
-from wirespeed.repo.swarm.messages import PIECE_BYTES, Announce, Ask, Join, Member, Members, pack, unpack
+from wirespeed.repo.swarm.messages import PIECE_BYTES, Announce, Ask, Join, Member, Members, Progress, Status, pack, unpack
 from wirespeed.repo.swarm.pace import Pace
 from wirespeed.repo.swarm.tracker import Tracker
+from wirespeed.repo.versions import Version
 from wirespeed.units import MIB
 
 _T = TypeVar("_T")
@@ -286,6 +288,34 @@ def test_the_bitmap_has_a_bit_per_chunk(tmp_path: Path, executor: ThreadPoolExec
         assert board.held_bytes == 1 + 4 + 10
 
     run(main())
+
+
+# --- the order
+
+
+def test_a_host_whose_answer_to_the_order_is_late_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("wirespeed.repo.swarm.warm")
+    monkeypatch.setattr(module, "ORDER_S", 1.0)
+    version = Version(name="m", number=1, push_id="p", state="live", created="2026", manifest_digest="ab" * 32)
+    states = ["unknown"]
+
+    async def take(request: wire.Request) -> bytes:
+        states.append("running")
+        await asyncio.Event().wait()  # it fetches, and is too busy to answer
+        return b""
+
+    async def main() -> list[str]:
+        handlers = {
+            "status": lambda _: pack(Status(host="h", rack="r", has_store=False)),
+            "progress": lambda _: pack(Progress(state=states[-1])),
+            "warm": take,
+            "wait": lambda _: pack(Progress(state="whole")),
+        }
+        async with await wire.listen("127.0.0.1:0", handlers) as server:
+            return [host.progress.state for host in (await module.warm(version, [server.address])).hosts]
+
+    assert run(main()) == ["whole"]
+    assert states == ["unknown", "running"]
 
 
 # --- the tracker

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from wirespeed.system import free_port
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,6 @@ class Ended:
     returncode: int
     stdout: str
     stderr: str
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(

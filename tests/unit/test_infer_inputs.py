@@ -31,7 +31,7 @@ def read_all(items: list[Item], *, start: int = 0, bounds: ReadBounds | None = N
     ready = threading.Event()
 
     def take(batch: list[Loaded]) -> None:
-        ready.wait(10)
+        ready.wait(60)
         for loaded in batch:
             assert loaded.place not in found
             found[loaded.place] = loaded
@@ -43,7 +43,7 @@ def read_all(items: list[Item], *, start: int = 0, bounds: ReadBounds | None = N
     reader = Reader(items, start=start, bounds=ReadBounds() if bounds is None else bounds, deliver=take)
     ready.set()
     reader.start()
-    assert is_done.wait(20)
+    assert is_done.wait(60)
     reader.stop()
     assert reader.used_bytes == 0
     return found
@@ -133,7 +133,7 @@ def test_no_more_is_held_than_the_budget_and_one_input_per_thread(tmp_path: Path
     reader = Reader(items, start=0, bounds=ReadBounds(budget_bytes=5000, num_threads=2), deliver=take)
     reader.start()
     for _ in range(40):
-        assert came.acquire(timeout=10)
+        assert came.acquire(timeout=60)
         peak = max(peak, reader.used_bytes)
         reader.release(1000)
     reader.stop()
@@ -151,9 +151,9 @@ def test_reading_stops_ahead_of_what_is_written(tmp_path: Path) -> None:
     )
     reader.start()
     for _ in range(6):
-        assert came.acquire(timeout=10)
+        assert came.acquire(timeout=60)
     assert not came.acquire(timeout=0.05)
     reader.written(14)
     for _ in range(14):
-        assert came.acquire(timeout=10)
+        assert came.acquire(timeout=60)
     reader.stop()

@@ -41,7 +41,7 @@ def child_with_a_connection():
 
 
 def ask(process) -> list[int]:
-    out, _ = process.communicate("go\n", timeout=20)
+    out, _ = process.communicate("go\n", timeout=60)
     return [int(word) for word in out.split()]
 
 

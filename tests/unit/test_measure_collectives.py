@@ -210,7 +210,7 @@ def test_arguments_are_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_do_not_come_are_a_peer_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spmd import free_port
+    from wirespeed.system import free_port
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

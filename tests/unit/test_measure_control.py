@@ -25,8 +25,8 @@ def test_messages_arrive_whole_however_they_are_cut(ends: tuple[Channel, socket.
     channel.read(1.0)
     assert channel.next_message() is None
     far.sendall(b'dy"}\n{"type":"go"}\n')
-    assert channel.receive(Deadline(5, "a message")) == Ready()
-    assert channel.receive(Deadline(5, "a message")) == Go()
+    assert channel.receive(Deadline(60, "a message")) == Ready()
+    assert channel.receive(Deadline(60, "a message")) == Go()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_what_is_not_a_message_is_refused(ends: tuple[Channel, socket.socket], l
     channel, far = ends
     far.sendall(line)
     with pytest.raises(DataError, match="host far sent a control message that is not understood"):
-        channel.receive(Deadline(5, "a message"))
+        channel.receive(Deadline(60, "a message"))
 
 
 def test_a_line_without_end_is_refused_before_it_fills_memory(ends: tuple[Channel, socket.socket]) -> None:
@@ -45,7 +45,7 @@ def test_a_line_without_end_is_refused_before_it_fills_memory(ends: tuple[Channe
     writer = threading.Thread(target=far.sendall, args=(b"x" * (MAX_LINE_BYTES + 1),))
     writer.start()
     with pytest.raises(DataError, match="above 65536 bytes"):
-        channel.receive(Deadline(5, "a message"))
+        channel.receive(Deadline(60, "a message"))
     writer.join(5)
 
 
@@ -55,7 +55,7 @@ def test_a_closed_and_a_silent_peer_are_named(ends: tuple[Channel, socket.socket
         channel.receive(Deadline(0.01, "the greeting"))
     far.close()
     with pytest.raises(PeerFailure, match="lost host far"):
-        channel.receive(Deadline(5, "a message"))
+        channel.receive(Deadline(60, "a message"))
 
 
 def test_of_several_hosts_the_silent_one_is_named() -> None:
@@ -63,19 +63,19 @@ def test_of_several_hosts_the_silent_one_is_named() -> None:
     channels = [Channel(near, f"host h{i}") for i, (near, _) in enumerate(pairs)]
     pairs[0][1].sendall(b'{"type":"ready"}\n')
     pairs[2][1].sendall(b'{"type":"ready"}\n')
-    with pytest.raises(PeerFailure, match=r"^host h1 did not answer: connecting did not end within 0\.05 s"):
-        receive_from_all(channels, Deadline(0.05, "connecting"))
+    with pytest.raises(PeerFailure, match=r"^host h1 did not answer: connecting did not end within 0\.5 s"):
+        receive_from_all(channels, Deadline(0.5, "connecting"))
     pairs[1][1].sendall(b'{"type":"fault","text":"no route to host h0"}\n')
     with pytest.raises(PeerFailure, match=r"^host h1: no route to host h0"):
-        receive_from_all(channels[1:2], Deadline(5, "connecting"))
+        receive_from_all(channels[1:2], Deadline(60, "connecting"))
     for pair in pairs:
         for end in pair:
             end.close()
 
 
 def join(port: int, rank: int, *, wrong: bool = False) -> Channel:
-    channel = connect("127.0.0.1", port, Deadline(5, "joining"))
-    challenge = channel.receive(Deadline(5, "joining"))
+    channel = connect("127.0.0.1", port, Deadline(60, "joining"))
+    challenge = channel.receive(Deadline(60, "joining"))
     assert isinstance(challenge, Challenge)
     answer = "0" * 64 if wrong else proof(challenge.nonce, rank)
     channel.send(Hello(rank=rank, local_rank=0, host=f"h{rank}", proof=answer))
@@ -95,7 +95,7 @@ def test_every_rank_is_admitted_once_and_strangers_are_not() -> None:
 
         thread = threading.Thread(target=newcomers)
         thread.start()
-        admitted = admit(server, 2, Deadline(10, "joining"))
+        admitted = admit(server, 2, Deadline(60, "joining"))
         thread.join(10)
         assert sorted(hello.rank for hello in admitted.values()) == [0, 1]
         for channel in (*joined, *admitted):
@@ -135,4 +135,4 @@ def test_a_taken_port_and_a_foreign_address_are_usage_errors() -> None:
 def test_a_fault_is_a_message_like_any_other(ends: tuple[Channel, socket.socket]) -> None:
     channel, far = ends
     Channel(far, "host near").send(Fault(text="it broke"))
-    assert channel.receive(Deadline(5, "a message")) == Fault(text="it broke")
+    assert channel.receive(Deadline(60, "a message")) == Fault(text="it broke")

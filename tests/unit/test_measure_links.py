@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from spmd import free_port, run_ranks
+from spmd import run_ranks
 
 from wirespeed.errors import PeerFailure, UsageError
 from wirespeed.launch import Ranks
@@ -22,6 +22,7 @@ from wirespeed.measure.links import control_port, measure_links
 from wirespeed.measure.messages import Challenge, Done, Fault, Go, Hello, Listening, Ready, SocketOptions, Task
 from wirespeed.measure.transfers import close_all, open_streams
 from wirespeed.records import LinksRecord, from_json
+from wirespeed.system import free_port
 
 QUICK = ["bench", "links", "--duration", "50ms", "--windows", "2", "--json"]
 
@@ -78,13 +79,13 @@ def test_ctrl_c_on_rank_0_ends_every_rank_at_once() -> None:
             **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "WIRESPEED_HOST": f"h{rank}",
         }  # fmt: skip
-        command = [sys.executable, "-m", "wirespeed", "bench", "links", "--duration", "30s"]
+        command = [sys.executable, "-m", "wirespeed", "bench", "links", "--duration", "300s"]
         processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     try:
         assert processes[0].stderr is not None
         assert "round 1 of 1" in processes[0].stderr.readline()
         processes[0].send_signal(signal.SIGINT)
-        errors = [process.communicate(timeout=20)[1] for process in processes]
+        errors = [process.communicate(timeout=60)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -176,14 +177,14 @@ def test_a_host_that_fails_at_any_step_is_named_within_the_deadline(master: int,
         if kind == "evades":
             peer.channel.send(Done())
         if kind != "dies":
-            over.wait(10)
+            over.wait(100)
         peer.close()
 
     thread = threading.Thread(target=fail)
     thread.start()
-    deadline = Deadline(10.0, "the measurement")
+    deadline = Deadline(60.0, "the measurement")
     with pytest.raises(PeerFailure, match="h1"):
-        measure_links(place(0, master), timeout_s=0.2, join_timeout_s=5.0, duration_s=0.05)
+        measure_links(place(0, master), timeout_s=0.2, join_timeout_s=30.0, duration_s=0.05)
     assert deadline.remaining_s > 0
     over.set()
     thread.join(10)
@@ -196,13 +197,13 @@ def test_a_rank_hears_why_rank_0_gave_up(master: int) -> None:
         peer = Scripted(master)
         peer.join()
         peer.channel.send(Fault(text="the disk burns"))
-        heard.append(peer.channel.receive(Deadline(5, "the end")))
+        heard.append(peer.channel.receive(Deadline(60, "the end")))
         peer.close()
 
     thread = threading.Thread(target=listen_on)
     thread.start()
     with pytest.raises(PeerFailure, match="the disk burns"):
-        measure_links(place(0, master), timeout_s=5.0)
+        measure_links(place(0, master), timeout_s=60.0)
     thread.join(10)
     assert heard == [Fault(text="host h1 (rank 1): the disk burns")]
 

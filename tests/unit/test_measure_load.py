@@ -54,10 +54,17 @@ def test_an_open_loop_charges_a_stall_to_everybody_who_would_have_come() -> None
         assert report.latency_p90_s is not None
         return report.latency_p90_s, report.num_ok
 
-    p90_s, num_ok = asyncio.run(main())
     # About half of all arrivals fall into the stall and wait for what is left of it; a closed loop would count one.
-    assert 0.3 < p90_s < 0.7
-    assert num_ok == pytest.approx(200, rel=0.3)
+    # A busy machine can only add to a stall.
+    best_s = 60.0
+    for _ in range(5):
+        p90_s, num_ok = asyncio.run(main())
+        assert p90_s > 0.3
+        assert num_ok == pytest.approx(200, rel=0.3)
+        best_s = min(best_s, p90_s)
+        if best_s < 0.7:
+            break
+    assert best_s < 0.7
 
 
 def test_a_target_that_never_answers_ends_in_time_with_errors() -> None:

@@ -71,7 +71,7 @@ def listener() -> Iterator[socket.socket]:
 def task(listener: socket.socket, *, is_driving: bool, **changes: object) -> Task:
     fields: dict[str, object] = {
         "does_ping": False, "peer": "host other", "address": "127.0.0.1", "port": listener.getsockname()[1],
-        "nonce": NONCE, "warmup_s": 0.02, "duration_s": 0.1, "windows": 2, "timeout_s": 5.0, "num_pings": 20,
+        "nonce": NONCE, "warmup_s": 0.02, "duration_s": 0.5, "windows": 2, "timeout_s": 60.0, "num_pings": 20,
     }  # fmt: skip
     return Task(is_driving=is_driving, **{**fields, **changes})  # type: ignore[arg-type]
 
@@ -91,7 +91,7 @@ def run_pair(listener: socket.socket, **changes: object) -> tuple[Done, Done]:
     thread = threading.Thread(target=side, args=("driving",), kwargs={"is_driving": True})
     thread.start()
     side("serving", is_driving=False)
-    thread.join(10)
+    thread.join(60)
     return results["driving"], results["serving"]
 
 
@@ -99,7 +99,7 @@ def test_pings_come_back_in_order_of_size(listener: socket.socket) -> None:
     driving, serving = run_pair(listener, does_ping=True)
     assert driving.rtts_s is not None
     least, middle, late = driving.rtts_s
-    assert 0 < least <= middle <= late < 5
+    assert 0 < least <= middle <= late < 60
     assert serving == Done()
 
 
@@ -109,8 +109,8 @@ def test_the_receiver_counts_one_direction(listener: socket.socket, streams: int
     assert driving == Done()
     assert len(serving.bit_per_s) == 2
     assert serving.num_bytes > 0
-    # Both windows are 50 ms: their rates and the bytes are one and the same count.
-    assert sum(serving.bit_per_s) * 0.05 / 8 == pytest.approx(serving.num_bytes, rel=1e-3)
+    # Both windows are 250 ms: their rates and the bytes are one and the same count.
+    assert sum(serving.bit_per_s) * 0.25 / 8 == pytest.approx(serving.num_bytes, rel=1e-3)
 
 
 def test_both_directions_at_once_are_counted_on_both_sides(listener: socket.socket) -> None:
@@ -152,7 +152,7 @@ def test_a_peer_that_closes_at_once_is_named(listener: socket.socket, does_ping:
 
 def test_a_peer_that_goes_silent_is_named_within_the_deadline(listener: socket.socket) -> None:
     near, far = socket.socketpair()
-    deadline = Deadline(5.0, "this test")
+    deadline = Deadline(60.0, "this test")
     job = task(listener, is_driving=True, does_ping=True, timeout_s=0.05)
     with near, far, pytest.raises(PeerFailure, match=r"host other stopped answering for 0\.05 s"):
         perform(job, [near])

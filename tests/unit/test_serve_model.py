@@ -39,7 +39,7 @@ class Model:
         if first == 15: return {"y": x[:-1]}
         if first == 16: return {"y": x.astype(np.float64)}
         if first == 17: return {}
-        if first == 18: time.sleep(0.3)
+        if first == 18: time.sleep(0.6)
         if first == 19: x[0] = 1
         tag = sum(p.get("add", 0) for p in batch.parameters)
         return {"y": x * np.float32(self.scale) + np.float32(tag)}
@@ -96,7 +96,7 @@ def using(config: ModelConfig, test: Callable[[Model], Awaitable[None]]) -> None
         model = Model(config)
         await model.load()
         try:
-            await asyncio.wait_for(test(model), 40)
+            await asyncio.wait_for(test(model), 120)
         finally:
             pids = model.worker_pids
             await model.close()
@@ -151,11 +151,11 @@ def test_a_worker_killed_from_outside_costs_no_answer(make: Callable[..., ModelC
 
 def test_a_worker_that_hangs_is_killed_and_replaced(make: Callable[..., ModelConfig]) -> None:
     async def test(model: Model) -> None:
-        with pytest.raises(RequestFailed, match=r"took longer than 0.3 s"):
+        with pytest.raises(RequestFailed, match=r"took longer than 2 s"):
             await model.infer(ask(14))
         assert value(await model.infer(ask(1))) == [[2.0, 2.0]]
 
-    using(make(top="idempotent = false", instances='run_timeout = "300 ms"'), test)
+    using(make(top="idempotent = false", instances='run_timeout = "2 s"'), test)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ asyncio.run(main())
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     pid = int(done.stdout)
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and time.monotonic() < end_s:
         state = Path(f"/proc/{pid}/stat").read_text().split()[2]
         if state == "Z":  # dead; whoever is its parent now has not looked yet

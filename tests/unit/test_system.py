@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from wirespeed.errors import MissingCapability
-from wirespeed.system import System
+from wirespeed.system import System, free_port
 
 
 @pytest.fixture
@@ -155,3 +156,22 @@ def test_a_file_is_replaced_as_a_whole_and_removed_once(tree: System, tmp_path: 
 def test_a_command_gets_its_input_and_speaks_english():
     code = "import os, sys; print(len(sys.stdin.buffer.read()), os.environ['LC_ALL'])"
     assert System().run([sys.executable, "-c", code], timeout_s=60, stdin=b"x" * 100_000).stdout == "100000 C\n"
+
+
+def test_a_free_port_is_one_that_no_outgoing_connection_is_given():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first < 32_768:
+        pytest.skip(f"ports from {first} on are for outgoing connections here")
+    for _ in range(20):
+        port = free_port(also_above=10_000)
+        assert 10_000 <= port < first - 10_000
+        with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 10_000)):
+            pass
+
+
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        drawn = iter([port - 10_000, 2_345])
+        monkeypatch.setattr("wirespeed.system.secrets.randbelow", lambda _: next(drawn))
+        assert free_port() == 12_345

@@ -19,6 +19,7 @@ import msgspec
 
 from wirespeed.errors import MissingCapability
 from wirespeed.lab import layout, namespaces, shaping
+from wirespeed.system import free_port
 
 _UP = {"state": "up"}
 
@@ -149,12 +150,9 @@ class Wiring:
 
     def free_port(self, host: str) -> int:
         """A TCP port that is free in a host at this moment."""
-        import socket
-
         link = self.links[host]
-        with namespaces.inside(link.net, self._net), socket.socket() as probe:
-            probe.bind((link.host.address, 0))
-            return int(probe.getsockname()[1])
+        with namespaces.inside(link.net, self._net):
+            return free_port(link.host.address)
 
     def set_link(self, host: str, *, up: bool) -> None:
         """Plug in or pull the host's cable. The host sees it as carrier, and its address stays."""

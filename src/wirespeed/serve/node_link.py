@@ -42,6 +42,8 @@ from wirespeed.serve.status import Reason, RequestFailed
 from wirespeed.serve.tensors import Buffer, Tensor
 
 _T = TypeVar("_T")
+_BEAT_TIMEOUT_S = 60.0
+"""A guard only: a silent node is given up long before, by the time in which this process was awake."""
 
 
 class NodeState(Enum):
@@ -268,7 +270,7 @@ class NodeLink:
         heard_s = loop.time()
         while True:
             number = 0 if self.beat is None else self.beat.number
-            asked = beats.call_soon(BEAT, number.to_bytes(4, "little"), timeout_s=times.lost_after_s + 1)
+            asked = beats.call_soon(BEAT, number.to_bytes(4, "little"), timeout_s=_BEAT_TIMEOUT_S)
             try:
                 while not asked.done():
                     silent_s = loop.time() - heard_s
@@ -280,7 +282,10 @@ class NodeLink:
                         self._become(NodeState.SUSPECT, f"its heartbeat is {silent_s:.1f} s late")
                     wait_s = (times.lost_after_s if is_late else times.suspect_after_s) - silent_s
                     ends = (asked, data.closed, beats.closed)
+                    due_s = loop.time() + max(0.01, wait_s)
                     await asyncio.wait(ends, timeout=max(0.01, wait_s), return_when=asyncio.FIRST_COMPLETED)
+                    # So long this process slept: the beat may lie unread, and the node is not to blame.
+                    heard_s += max(0.0, loop.time() - due_s)
                     if data.closed.done() or beats.closed.done():
                         gone = data if data.closed.done() else beats
                         raise gone.closed.result() or PeerFailure(f"lost {self.address}: its connection is closed")

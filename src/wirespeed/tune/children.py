@@ -23,6 +23,8 @@ from wirespeed.tune.watch import RunEnd, Tails, Watch
 
 GRACE_S = 3.0
 POLL_S = 0.1
+_LAST_WORDS_S = 10.0
+"""For reading what ended children have left in their pipes. Only one that got away with a pipe makes it wait so long."""
 TOKEN = "WIRESPEED_RUN_TOKEN"  # noqa: S105 - the variable's name
 _ENTER = str(Path(lab.__file__).with_name("enter.py"))
 """Started with no namespace to join it sets the parent-death signal and the session, and becomes the command."""
@@ -56,7 +58,7 @@ def run_children(
     finally:
         _stop(children, token)
         for reader in readers:
-            reader.join(2.0)
+            reader.join(_LAST_WORDS_S)
         lines = tails.close()
     end.tail, end.log_problem = lines, tails.problem
     return end
@@ -72,7 +74,7 @@ def _wait(
     deadline_s = time.monotonic() + timeout_s
     while True:
         codes = [child.poll() for child in children]
-        failed = next((index for index, code in enumerate(codes) if code not in (None, 0)), None)
+        failed = _to_blame(codes)
         if failed is not None:
             code = codes[failed]
             assert code is not None
@@ -85,6 +87,16 @@ def _wait(
         if reason is not None:
             return RunEnd(returncode=4, reason=reason, is_stalled=True)
         time.sleep(POLL_S)
+
+
+def _to_blame(codes: Sequence[int | None]) -> int | None:
+    """Of the children that failed between two looks, one that was killed: the others' failures followed from that.
+
+    None where none failed. (SIGABRT is what a broken connection may end in, so it counts as a failure of one's own.)
+    """
+    failed = [index for index, code in enumerate(codes) if code not in (None, 0)]
+    killed = [index for index in failed if (codes[index] or 0) < 0 and codes[index] != -signal.SIGABRT]
+    return next(iter(killed or failed), None)
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:

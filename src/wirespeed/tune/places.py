@@ -133,13 +133,6 @@ class LoopbackPlace:
         """Nothing to take down."""
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that is free on an address of this host at this moment."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
 def worker_command(module: str, *arguments: str) -> list[str]:
     """The command line of one of our own workers.
 

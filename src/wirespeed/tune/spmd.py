@@ -25,9 +25,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from wirespeed import launch, records
 from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
+from wirespeed.system import free_port
 from wirespeed.tune.beats import Beats
 from wirespeed.tune.children import run_children
-from wirespeed.tune.places import LOG, free_port
+from wirespeed.tune.places import LOG
 from wirespeed.tune.watch import RunEnd, Tails, Watch, read_step
 
 MAX_FILE_BYTES = 64 * 1024**2

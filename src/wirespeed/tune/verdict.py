@@ -67,12 +67,22 @@ def _failure_of(end: RunEnd, by_rank: dict[int, RunTrace], script: str, hint: st
             hint=f"out of memory, or its host went down? {hint}",
         )
     error = words if trace is None or trace.error is None else trace.error
+    if _is_consequence(error):
+        # It may have been seen to end before the rank that it had lost.
+        rank, error = next(
+            ((r, t.error) for r, t in sorted(by_rank.items()) if t.error is not None and not _is_consequence(t.error)),
+            (rank, error),
+        )
     if rank is None:
         rank, error = next(((r, t.error) for r, t in by_rank.items() if t.error is not None), (None, error))
     who = "" if rank is None else f" on rank {rank}"
-    if "closed by peer" in error or "reset by peer" in error:
+    if _is_consequence(error):
         hint = f"another rank ended first; {hint}"
     return WorkloadFailure(f"{script} failed{who} with exit code {end.returncode}: {error}", hint=hint)
+
+
+def _is_consequence(error: str) -> bool:
+    return "closed by peer" in error or "reset by peer" in error
 
 
 def last_words(end: RunEnd) -> str:

@@ -320,9 +320,9 @@ class ServerConnection(Endpoint):
 
     # --- ends
 
-    def watch(self, now_s: float, idle_s: float) -> None:
+    def watch(self, now_s: float, idle_s: float, *, late_s: float) -> None:
         """See Endpoint._watch."""
-        self._watch(now_s, idle_s)
+        self._watch(now_s, idle_s, late_s=late_s)
 
     def say_goodbye(self, reason: str) -> None:
         """Tell the client that no new calls are taken."""

@@ -264,15 +264,22 @@ class Connection(Endpoint):
         self._reader.allowed = _ESTABLISHED
         self._idle_s = challenge.idle_s
         self._keepalive_s = min(self.limits.keepalive_s, challenge.idle_s / 3)
-        self._watcher = self._loop.call_later(self._keepalive_s, self._keep_alive)
+        self._wait_to_watch(self._loop.time())
         self.ready.set_result(None)
 
     _idle_s = 10.0
     _keepalive_s = 1.0
+    _watch_due_s = 0.0
+
+    def _wait_to_watch(self, now_s: float) -> None:
+        self._watch_due_s = now_s + self._keepalive_s
+        self._watcher = self._loop.call_later(self._keepalive_s, self._keep_alive)
 
     def _keep_alive(self) -> None:
-        self._watcher = self._loop.call_later(self._keepalive_s, self._keep_alive)
-        self._watch(self._loop.time(), 3 * self.limits.keepalive_s)
+        now_s = self._loop.time()
+        late_s = max(0.0, now_s - self._watch_due_s)
+        self._wait_to_watch(now_s)
+        self._watch(now_s, 3 * self.limits.keepalive_s, late_s=late_s)
         if not self.is_closed:
             self._control(Kind.PING, extra=self._next_stream)
 

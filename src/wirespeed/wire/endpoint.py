@@ -186,8 +186,14 @@ class Endpoint(asyncio.BufferedProtocol):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
             self._low_water = wanted
 
-    def _watch(self, now_s: float, idle_s: float) -> None:
-        """Called about once a second: end a connection whose peer is silent or takes nothing."""
+    def _watch(self, now_s: float, idle_s: float, *, late_s: float) -> None:
+        """Called about once a second: end a connection whose peer is silent or takes nothing.
+
+        ``late_s``: by how much the call is late. So long this process slept (it was stopped, or got no core): what the
+        peer sent meanwhile lies unread, and that time is not counted against it.
+        """
+        self._heard_s += late_s
+        self._progress_s += late_s
         if self.received_bytes != self._seen_bytes:
             self._seen_bytes = self.received_bytes
             self._heard_s = now_s
@@ -197,7 +203,7 @@ class Endpoint(asyncio.BufferedProtocol):
         waits = now_s - self._heard_s
         if self._reader.is_waiting:
             self._heard_s = now_s  # it is us who do not read
-        elif self._reader.is_stalled(now_s, self.limits.stall_s):
+        elif self._reader.is_stalled(now_s, self.limits.stall_s + late_s):
             self.abort(PeerFailure(f"lost {self.peer}: a message made no progress for {self.limits.stall_s:g} s"))
             return
         elif waits > idle_s:

@@ -27,6 +27,7 @@ from wirespeed.wire.security import NONCE_BYTES, Security
 from wirespeed.wire.sockets import SocketSettings, name_of, open_listener, split_address
 
 _SWEEP_S = 0.01
+_WATCH_S = 1.0
 
 
 class Server:
@@ -56,7 +57,8 @@ class Server:
         self._on_error = on_error
         self._loop = asyncio.get_running_loop()
         self._listener: asyncio.Server | None = None
-        self._watcher = self._loop.call_later(1.0, self._watch)
+        self._watch_due_s = self._loop.time() + _WATCH_S
+        self._watcher = self._loop.call_later(_WATCH_S, self._watch)
         self._swept: set[ServerConnection] = set()
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -148,10 +150,12 @@ class Server:
 
     def _watch(self) -> None:
         now_s, idle_s = self._loop.time(), 3 * self.limits.keepalive_s
+        late_s = max(0.0, now_s - self._watch_due_s)
         for connection in list(self.connections):
             if connection.is_established:
-                connection.watch(now_s, idle_s)
-        self._watcher = self._loop.call_later(1.0, self._watch)
+                connection.watch(now_s, idle_s, late_s=late_s)
+        self._watch_due_s = now_s + _WATCH_S
+        self._watcher = self._loop.call_later(_WATCH_S, self._watch)
 
     def _listen(self, listener: asyncio.Server, address: str) -> None:
         self._listener = listener

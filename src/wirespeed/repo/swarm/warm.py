@@ -145,6 +145,7 @@ async def _order(
     deadline_s: float,
 ) -> None:
     """One after the other: whoever is told to take from a host finds it fetching already."""
+    digest = bytes.fromhex(version.manifest_digest)
     for at, member in enumerate(chain):
         if member.address not in found:
             continue  # a seed
@@ -152,7 +153,10 @@ async def _order(
         try:
             found[member.address] = await neighbours.call(member.address, "warm", plan, Progress, timeout_s=ORDER_S)
         except (PeerFailure, DataError) as fault:
-            found[member.address] = Progress(state="failed", problem=str(fault))
+            # A busy host may have taken the order and be late with its answer.
+            look = await neighbours.progress(member.address, digest, timeout_s=ORDER_S)
+            is_taken = look is not None and look.state in ("running", "whole")
+            found[member.address] = look if look and is_taken else Progress(state="failed", problem=str(fault))
 
 
 async def _wait(
