@@ -87,7 +87,7 @@ def free_port(address: str = "127.0.0.1", *, also_above: int = 0) -> int:
         except OSError:
             continue
         return port
-    raise MissingCapability(f"found no free TCP port on {address or 'this host'}", hint="`ss -tan` lists what is in use")
+    raise MissingCapability(f"found no free TCP port on {address or 'this host'}", hint="`ss -tan` lists those in use")
 
 
 class System:

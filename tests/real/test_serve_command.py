@@ -108,9 +108,7 @@ def test_every_door_answers_and_load_measures_each(models: Path) -> None:
             f"predict://{doors['grpc']}/double",
         ):
             how = ("--rate", "100") if url.startswith("http") else ("-c", "2")
-            done = wirespeed(
-                "load", url, "--shape", "x:2,8", "--duration", "1 s", "--warmup", "100 ms", "--json", *how
-            )
+            done = wirespeed("load", url, "--shape", "x:2,8", "--duration", "1 s", "--warmup", "100 ms", "--json", *how)
             assert done.returncode == 0, done.stderr
             report = json.loads(done.stdout)
             assert report["num_ok"] > 10

@@ -171,7 +171,7 @@ def test_a_checkpoint_resumes_bit_by_bit(tmp_path):
         """.replace("STRATEGIES", repr(strategies)),
         tmp_path,
     )
-    assert [r["found"] for r in results] == [dict.fromkeys(strategies, {"equal": True, "plain": True})] * 2
+    assert [r["found"] for r in results] == [{s: {"equal": True, "plain": True} for s in strategies}] * 2
 
 
 def test_off_switches_everything_off(tmp_path):
@@ -268,19 +268,19 @@ def test_a_rank_that_dies_fails_the_others_with_a_peer_failure(tmp_path):
 
 
 REFUSED = [
-        ("wirespeed.train.attach(make_model())", "expected a torch.nn.parallel.DistributedDataParallel"),
-        (
-            "ddp = DDP(make_model()); ddp.register_comm_hook(None, lambda state, bucket: None); wirespeed.train.attach(ddp)",
-            "communication hook already",
-        ),
-        (
-            "ddp = DDP(make_model()); wirespeed.train.attach(ddp, strategy='dense'); wirespeed.train.attach(ddp, strategy='dense')",
-            "has a session already",
-        ),
-        ("wirespeed.train.attach(DDP(make_model()), strategy='int9')", "CODEC"),
-        ("wirespeed.train.attach(DDP(make_model()), fidelity='best')", "one of exact, half, compressed, lossy"),
-        ("wirespeed.train.attach(DDP(make_model()), strategy='absent.toml')", "cannot read strategy file"),
-    ]
+    ("wirespeed.train.attach(make_model())", "expected a torch.nn.parallel.DistributedDataParallel"),
+    (
+        "ddp = DDP(make_model()); ddp.register_comm_hook(None, lambda state, bucket: None); wirespeed.train.attach(ddp)",
+        "communication hook already",
+    ),
+    (
+        "ddp = DDP(make_model()); wirespeed.train.attach(ddp, strategy='dense'); wirespeed.train.attach(ddp, strategy='dense')",
+        "has a session already",
+    ),
+    ("wirespeed.train.attach(DDP(make_model()), strategy='int9')", "CODEC"),
+    ("wirespeed.train.attach(DDP(make_model()), fidelity='best')", "one of exact, half, compressed, lossy"),
+    ("wirespeed.train.attach(DDP(make_model()), strategy='absent.toml')", "cannot read strategy file"),
+]
 
 
 def test_what_cannot_be_attached_is_refused_clearly(tmp_path):

@@ -23,7 +23,18 @@ from wirespeed.repo.repository import Repository
 from wirespeed.repo.swarm.asks import group
 from wirespeed.repo.swarm.board import Board
 from wirespeed.repo.swarm.chain import arrange, is_slow, joiner_upstreams, upstreams
-from wirespeed.repo.swarm.messages import PIECE_BYTES, Announce, Ask, Join, Member, Members, Progress, Status, pack, unpack
+from wirespeed.repo.swarm.messages import (
+    PIECE_BYTES,
+    Announce,
+    Ask,
+    Join,
+    Member,
+    Members,
+    Progress,
+    Status,
+    pack,
+    unpack,
+)
 from wirespeed.repo.swarm.pace import Pace
 from wirespeed.repo.swarm.tracker import Tracker
 from wirespeed.repo.versions import Version

@@ -79,13 +79,13 @@ def test_ctrl_c_on_rank_0_ends_every_rank_at_once() -> None:
             **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "WIRESPEED_HOST": f"h{rank}",
         }  # fmt: skip
-        command = [sys.executable, "-m", "wirespeed", "bench", "links", "--duration", "300s"]
+        command = [sys.executable, "-m", "wirespeed", "bench", "links", "--duration", "60s"]
         processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     try:
         assert processes[0].stderr is not None
         assert "round 1 of 1" in processes[0].stderr.readline()
         processes[0].send_signal(signal.SIGINT)
-        errors = [process.communicate(timeout=60)[1] for process in processes]
+        errors = [process.communicate(timeout=50)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -24,7 +24,7 @@ from wirespeed.tune.watch import RunEnd, Tails, Watch
 GRACE_S = 3.0
 POLL_S = 0.1
 _LAST_WORDS_S = 10.0
-"""For reading what ended children have left in their pipes. Only one that got away with a pipe makes it wait so long."""
+"""For reading what ended children have left in their pipes. Only one that got away with a pipe makes that long."""
 TOKEN = "WIRESPEED_RUN_TOKEN"  # noqa: S105 - the variable's name
 _ENTER = str(Path(lab.__file__).with_name("enter.py"))
 """Started with no namespace to join it sets the parent-death signal and the session, and becomes the command."""

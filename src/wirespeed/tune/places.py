@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from wirespeed.system import free_port
 from wirespeed.tune.children import run_children
 from wirespeed.tune.watch import RunEnd, Tails, Watch
 
