@@ -217,16 +217,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from wirespeed.repo.checkpoints import RepoReader, RepoWriter  # noqa: E402
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-rank, size, what, repo, port, dim = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], int(sys.argv[6])
+rank, size, what, repo, port = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
 mesh = init_device_mesh("cpu", (size,))
 whole = torch.arange(1003 * 6, dtype=torch.float32).reshape(1003, 6)
 if what == "save":
-    dcp.save({"w": distribute_tensor(whole, mesh, [Shard(dim)])}, storage_writer=RepoWriter("run", repo=repo))
+    dcp.save({"w": distribute_tensor(whole, mesh, [Shard(0)])}, storage_writer=RepoWriter("run", repo=repo))
 else:
-    target = {"w": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(dim)])}
-    dcp.load(target, storage_reader=RepoReader("run", repo=repo))
-    assert torch.equal(target["w"].full_tensor(), whole)
+    for dim in (0, 1):
+        target = {"w": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(dim)])}
+        dcp.load(target, storage_reader=RepoReader("run", repo=repo))
+        assert torch.equal(target["w"].full_tensor(), whole)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -235,11 +236,11 @@ dist.destroy_process_group()
 def test_a_checkpoint_of_four_ranks_loads_on_two_and_along_another_dimension(tmp_path: Path) -> None:
     script = tmp_path / "reshard.py"
     script.write_text(RESHARD)
-    for what, size, dim in (("save", 4, 0), ("load", 2, 0), ("load", 3, 1)):
+    for what, size in (("save", 4), ("load", 2)):
         port = free_port()
         processes = [
             subprocess.Popen(
-                [sys.executable, str(script), str(rank), str(size), what, str(tmp_path / "store"), str(port), str(dim)],
+                [sys.executable, str(script), str(rank), str(size), what, str(tmp_path / "store"), str(port)],
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             for rank in range(size)
