@@ -60,7 +60,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(command, env, cwd) -> str:
-    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -146,7 +146,7 @@ def test_the_command_of_a_manifest_joins_its_pods(name, program, tmp_path):
         for index in range(2)
     ]  # fmt: skip
     try:
-        outputs = [pod.communicate(timeout=120) for pod in pods]
+        outputs = [pod.communicate(timeout=300) for pod in pods]
     finally:
         for pod in pods:
             pod.kill()

@@ -245,5 +245,5 @@ def test_a_checkpoint_of_four_ranks_loads_on_two_and_along_another_dimension(tmp
             )
             for rank in range(size)
         ]  # fmt: skip
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
         assert [process.returncode for process in processes] == [0] * size, outputs

@@ -40,7 +40,7 @@ def run_ranks(
                     text=True,
                 )
             )
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
