@@ -233,10 +233,10 @@ dist.destroy_process_group()
 """
 
 
-def test_a_checkpoint_of_four_ranks_loads_on_two_and_along_another_dimension(tmp_path: Path) -> None:
+def test_a_checkpoint_of_four_ranks_loads_on_two_and_three_along_either_dimension(tmp_path: Path) -> None:
     script = tmp_path / "reshard.py"
     script.write_text(RESHARD)
-    for what, size in (("save", 4), ("load", 2)):
+    for what, size in (("save", 4), ("load", 2), ("load", 3)):
         port = free_port()
         processes = [
             subprocess.Popen(
