@@ -160,11 +160,10 @@ def test_a_command_gets_its_input_and_speaks_english():
 
 def test_a_free_port_is_one_that_no_outgoing_connection_is_given():
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    if first < 32_768:
-        pytest.skip(f"ports from {first} on are for outgoing connections here")
+    end = first - 10_000 if first >= 22_000 else 51_000  # with less room below them it takes what there is
     for _ in range(20):
         port = free_port(also_above=10_000)
-        assert 10_000 <= port < first - 10_000
+        assert 10_000 <= port < end
         with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 10_000)):
             pass
 
