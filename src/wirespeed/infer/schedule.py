@@ -213,7 +213,7 @@ class Schedule:
     def _has_room(self, node: _Node, now_s: float) -> bool:
         if now_s < node.paused_until_s or len(node.chunks) >= node.window_chunks:
             return False
-        is_with_suspect = any(chunk.is_solitary for chunk in node.chunks)
+        is_with_suspect = bool(node.chunks) and node.chunks[0].is_solitary  # and then it has nothing else
         return not is_with_suspect and not self._is_full(node) and self._is_next(node)
 
     def _is_full(self, node: _Node) -> bool:
