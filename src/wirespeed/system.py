@@ -13,7 +13,7 @@ import signal
 import socket
 import struct
 import subprocess
-import tempfile
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,20 +50,39 @@ class CommandResult:
 
 
 def replace_whole(target: Path, content: bytes) -> None:
-    """Replace a file as one step and wait until it is on disk; folders are made. Raises OSError, leaving nothing."""
+    """Replace a file as one step and wait until it is on disk; folders are made. Raises OSError, leaving nothing.
+
+    A process that is killed on the way leaves nothing either, where the file system has files without a name; elsewhere
+    a hidden file beside the target.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}"
     try:
+        handle, is_named = _create(temporary)
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
             stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
+            os.fsync(handle)
+            if not is_named:
+                # Only with a folder given is the link of /proc followed to the file (os.link of CPython).
+                os.link(f"/proc/self/fd/{handle}", temporary, src_dir_fd=handle)
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _create(path: Path) -> tuple[int, bool]:
+    """A new file to write to that is, or can be, called ``path``; and whether it has that name yet."""
+    if sys.platform == "linux" and os.path.isdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of a file system without them, or of a folder that is then told below
+            handle = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            os.fchmod(handle, 0o644)
+            return handle, False
+    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+    os.fchmod(handle, 0o644)
+    return handle, True
 
 
 def free_port(address: str = "127.0.0.1", *, also_above: int = 0) -> int:

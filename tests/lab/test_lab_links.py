@@ -114,7 +114,7 @@ for moment, got in arrived:
 """
     best = 0.0
     with Lab(spec) as lab:
-        for _ in range(4):
+        for _ in range(10):  # a busy machine can only slow them, so the best counts against the lower bound
             servers = [lab.popen(host, python(meter), stdout=subprocess.PIPE) for host in ("h2", "h3")]
             for server in servers:
                 assert server.stdout is not None

@@ -135,6 +135,32 @@ def test_writing_leaves_the_old_file_where_it_fails_and_no_other(tmp_path: Path,
     assert os.listdir(tmp_path) == ["r.json"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every file has a name from the start")
+def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_and_no_other(tmp_path: Path):
+    path = records.write_bytes(tmp_path / "r.json", b"old")
+    code = "import os, sys; from wirespeed import records; "
+    code += "os.fsync = lambda _: os.kill(os.getpid(), 9); records.write_bytes(sys.argv[1], b'new')"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=False)
+    assert done.returncode == -9
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["r.json"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every file has a name from the start")
+def test_where_files_need_a_name_from_the_start_they_are_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def open_named(path: str, flags: int, *args: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        return real(path, flags, *args)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", open_named)
+    path = records.write_bytes(tmp_path / "r.json", b"new")
+    monkeypatch.undo()
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o644)
+    assert os.listdir(tmp_path) == ["r.json"]
+
+
 def test_folder_in_the_place_of_the_file_is_an_error(tmp_path: Path):
     with pytest.raises(MissingCapability, match="Is a directory"):
         records.write_bytes(tmp_path, b"x")
