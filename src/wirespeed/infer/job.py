@@ -1,9 +1,8 @@
 """A batch job: inputs read ahead, scattered over whoever runs them, gathered in order, and written as it goes.
 
-Every input ends as exactly one row. It is sent again when the node that had it was lost, was full or gave no answer in
-time; when it failed in the model it is an error row at once. An input that was alone on three nodes in turn when their
-process died is an error row too: it is what killed them. The job goes on as long as somebody runs inputs; when nobody
-did for ``patience_s``, or the disk is full, it ends with an error that says how to go on, and what is done stays done.
+Every input ends as exactly one row: its result, or the error that ``failures`` decides on. The job goes on as long as
+somebody runs inputs; when nobody did for ``patience_s``, or the disk is full, it ends with an error that says how to go
+on, and what is done stays done.
 """
 
 from __future__ import annotations
@@ -17,23 +16,21 @@ from pathlib import Path
 
 import msgspec
 
-from wirespeed import wire
-from wirespeed.errors import DataError, PeerFailure, UsageError, WirespeedError
+from wirespeed.errors import PeerFailure, UsageError, WirespeedError
 from wirespeed.infer.columns import Row
 from wirespeed.infer.crew import Crew, JobModel, Member
+from wirespeed.infer.failures import Failures, Verdict, is_full
 from wirespeed.infer.inputs import Item
 from wirespeed.infer.reading import Loaded, ReadBounds, Reader
 from wirespeed.infer.results import Results, identity_of
 from wirespeed.infer.schedule import Bounds, Chunk, Schedule
 from wirespeed.serve.node import ScatterResult
-from wirespeed.serve.status import Reason, RequestFailed
+from wirespeed.serve.status import Reason
 from wirespeed.serve.tensors import to_array
 
 _TICK_S = 0.02
 _FEW = 64
 _FULL_PAUSE_S = 0.05
-_MAX_DEATHS = 3
-_MAX_FAILURES = 3
 _WRITE_ROWS = 1024
 
 
@@ -106,8 +103,7 @@ class Job:
         self._options = options
         self._on_progress = on_progress
         self._blobs: dict[int, bytes] = {}
-        self._deaths: dict[int, int] = {}
-        self._failures: dict[int, int] = {}
+        self._failures = Failures()
         self._per_node: dict[str, int] = {}
         self._calls: set[asyncio.Future[ScatterResult]] = set()
         self._num_settled = 0
@@ -304,61 +300,27 @@ class Job:
                 key = self._items[index].key
                 if self._settle(index, Row(key, tuple(array[row] for array in arrays))):
                     self._per_node[member.name] = self._per_node.get(member.name, 0) + 1
+        num_nodes = len(self._crew.members())
         for place, reason, text in result.failures:
-            self._failed(member, chunk.indices[place], reason, text)
-
-    def _failed(self, member: Member, index: int, reason: Reason, text: str) -> None:
-        """One input has no answer, while the node is well."""
-        if reason is Reason.EXHAUSTED:
-            self._schedule.pause(member.name, time.monotonic() + _FULL_PAUSE_S)
-            self._again(index)
-        elif reason in (Reason.UNAVAILABLE, Reason.DEADLINE, Reason.CANCELLED):
-            count = self._failures[index] = self._failures.get(index, 0) + 1
-            # UNAVAILABLE: the model's worker died under it, and once more when it was alone.
-            if count >= (min(2, len(self._crew.members())) if reason is Reason.UNAVAILABLE else _MAX_FAILURES):
-                self._give_up(index, text if count == 1 else f"no answer in {count} tries: {text}")
-            else:
-                self._again(index)
-        else:
-            self._give_up(index, text)
+            if reason is Reason.EXHAUSTED:
+                self._schedule.pause(member.name, time.monotonic() + _FULL_PAUSE_S)
+            self._follow(self._failures.of_input(chunk.indices[place], reason, text, num_nodes=num_nodes))
 
     def _lost(self, member: Member, chunk: Chunk, fault: BaseException, now_s: float) -> None:
         """A chunk's call has no answer."""
-        is_retriable = isinstance(fault, wire.CallFailed) and (
-            fault.is_retriable or fault.status in (wire.Status.DEADLINE, wire.Status.CANCELLED)
-        )
-        if not is_retriable:
-            # The node refused the call as wrong, it cannot be sent at all, or the answer is none.
-            reason = Reason.FAILED
-            if isinstance(fault, RequestFailed):
-                reason = fault.reason
-            elif isinstance(fault, DataError):
-                reason = Reason.UNAVAILABLE
-            for index in chunk.indices:
-                self._failed(member, index, reason, str(fault))
-            return
-        assert isinstance(fault, wire.CallFailed)
-        if fault.status is wire.Status.EXHAUSTED:
+        if is_full(fault):
             self._schedule.pause(member.name, now_s + _FULL_PAUSE_S)
-        is_suspect = fault.status is wire.Status.UNAVAILABLE and not member.was_silent
-        for index in chunk.indices:
-            if fault.status is wire.Status.DEADLINE:
-                self._failed(member, index, Reason.DEADLINE, str(fault))
-                continue
-            if is_suspect and chunk.is_solitary:
-                count = self._deaths[index] = self._deaths.get(index, 0) + 1
-                if count >= _MAX_DEATHS:
-                    self._give_up(index, f"{count} nodes were lost while they ran it alone: {fault}")
-                    continue
-            self._again(index, is_suspect=is_suspect)
+        num_nodes = len(self._crew.members())
+        for verdict in self._failures.of_chunk(chunk, fault, was_silent=member.was_silent, num_nodes=num_nodes):
+            self._follow(verdict)
 
-    def _again(self, index: int, *, is_suspect: bool = False) -> None:
-        if index in self._blobs:
+    def _follow(self, verdict: Verdict) -> None:
+        index = verdict.index
+        if verdict.error is not None:
+            self._settle(index, Row(self._items[index].key, None, verdict.error))
+        elif index in self._blobs:
             self._num_again += 1
-            self._schedule.put_back(index, is_suspect=is_suspect)
-
-    def _give_up(self, index: int, text: str) -> None:
-        self._settle(index, Row(self._items[index].key, None, text))
+            self._schedule.put_back(index, is_suspect=verdict.is_suspect)
 
     # --- gathering
 
@@ -366,8 +328,7 @@ class Job:
         """The first result of an input counts. False: it had one."""
         if not self._schedule.settle(index):
             return False
-        self._deaths.pop(index, None)
-        self._failures.pop(index, None)
+        self._failures.forget(index)
         self._reader.release(len(self._blobs.pop(index)))
         self._put(index, row)
         return True

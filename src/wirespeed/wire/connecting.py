@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 
 from wirespeed.errors import PeerFailure
 from wirespeed.wire.buffers import BufferPool
@@ -13,15 +14,15 @@ from wirespeed.wire.limits import Limits
 from wirespeed.wire.security import Security
 from wirespeed.wire.sockets import SocketSettings, open_stream, split_address
 
-_POOL: BufferPool | None = None
+_OF_THREAD = threading.local()
 
 
 def shared_pool() -> BufferPool:
-    """The buffers that all client connections of this process share."""
-    global _POOL  # noqa: PLW0603 - one per process is its purpose
-    if _POOL is None:
-        _POOL = BufferPool()
-    return _POOL
+    """The buffers that all client connections of this thread, and so of its event loop, share."""
+    pool: BufferPool | None = getattr(_OF_THREAD, "pool", None)
+    if pool is None:
+        pool = _OF_THREAD.pool = BufferPool()
+    return pool
 
 
 async def connect(

@@ -1,10 +1,11 @@
 """Bytes to messages, without copying large payloads: the receiving half of a connection, apart from any socket.
 
 The transport asks where to put bytes (``get_buffer``) and says how many came (``buffer_updated``). Small frames are cut
-out of a fixed scratch buffer. Where messages of medium size come, bytes go into an arena of the pool, and payloads are
-delivered as views of it: one system call per message, and no copy but of what lies across an arena's end. Once the
-header of a large payload has been seen, the transport writes the rest of it where it belongs. Whoever owns the reader
-decides where that is, or that the message is to be dropped, or that reading has to wait for memory.
+out of a scratch buffer, which readers between frames share. Where messages of medium size come, bytes go into an arena
+of the pool, and payloads are delivered as views of it: one system call per message, and no copy but of what lies across
+an arena's end. Once the header of a large payload has been seen, the transport writes the rest of it where it belongs.
+Whoever owns the reader decides where that is, or that the message is to be dropped, or that reading has to wait for
+memory.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from wirespeed.errors import DataError
-from wirespeed.wire.buffers import BufferPool
+from wirespeed.wire.buffers import SCRATCH_BYTES, BufferPool, Scratch
 from wirespeed.wire.frames import CARRIES_MESSAGE, HEADER_BYTES, MAX_META_BYTES, Header, unpack_header
 from wirespeed.wire.limits import SMALL_BYTES
 
-SCRATCH_BYTES = 64 * 1024
 HEAD_BYTES = 1024
 MEDIUM_BYTES = 320 * 1024
 """Up to here a payload is delivered as a view of an arena, which it keeps from being used again. Arenas are twice as
@@ -31,6 +31,7 @@ MAX_CONTROL_BYTES = 8 * 1024
 """The payload of a frame that is not part of a message. In the handshake nothing else is accepted."""
 
 Payload = bytes | memoryview
+_NOTHING = memoryview(b"")
 
 
 class Placement(Enum):
@@ -87,9 +88,10 @@ class FrameReader:
         self._owner = owner
         self._max_message_bytes = max_message_bytes
         self._pool = pool
-        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._buffer = self._scratch
-        """Where bytes go and frames are cut: the scratch, or an arena, which is let go of when it is empty."""
+        self._scratch = Scratch() if pool is None else pool.scratch
+        self._buffer = _NOTHING
+        """Where bytes go and frames are cut: the scratch, or an arena; let go of when it is empty."""
+        self._is_scratch = True
         self._is_after_medium = False
         self._arena_bytes = SCRATCH_BYTES
         self._start = 0
@@ -128,7 +130,7 @@ class FrameReader:
         """Let go of all memory."""
         self._assemblies.clear()
         self._current = None
-        self._buffer = self._scratch
+        self._buffer, self._is_scratch = _NOTHING, True
         self._start = self._end = 0
 
     def get_buffer(self, _hint: int) -> memoryview:
@@ -137,11 +139,14 @@ class FrameReader:
         if current is not None and current.view is not None:
             return current.view[current.received : current.received + self._left_bytes]
         if current is not None:
-            return self._scratch[: min(SCRATCH_BYTES, self._left_bytes)]
+            return self._scratch.view()[: min(SCRATCH_BYTES, self._left_bytes)]
         if self._start == self._end:
             self._start = self._end = 0
+            self._is_scratch = not self._is_after_medium or self._pool is None
             if self._is_after_medium and self._pool is not None:
                 self._buffer = self._pool.take(self._arena_bytes)
+            else:
+                self._buffer = self._scratch.view()
         elif len(self._buffer) - self._end < max(_LEAST_ROOM, self._wanted_end - self._end):
             self._move()
         if self._is_after_large:
@@ -153,8 +158,11 @@ class FrameReader:
         """Make room behind a frame of which only a part is here. Views of what was there before stay as they are."""
         left = self._end - self._start
         rest = self._buffer[self._start : self._end]
-        if self._pool is not None and (self._is_after_medium or self._buffer is not self._scratch):
+        if self._pool is not None and (self._is_after_medium or not self._is_scratch):
+            if self._is_scratch:
+                self._scratch.back(self._buffer)  # read from below, before anything else is received
             self._buffer = self._pool.take(max(self._arena_bytes, self._wanted_end - self._start, left + _LEAST_ROOM))
+            self._is_scratch = False
         self._buffer[:left] = rest
         self._wanted_end -= self._start
         self._start, self._end = 0, left
@@ -181,6 +189,17 @@ class FrameReader:
         self._parse()
 
     def _parse(self) -> None:
+        self._cut()
+        if self._start == self._end:
+            if self._is_scratch and self._buffer is not _NOTHING:
+                self._scratch.back(self._buffer)
+            self._buffer, self._is_scratch = _NOTHING, True
+            self._start = self._end = 0
+        elif self._is_scratch:
+            self._scratch.keep(self._buffer)
+
+    def _cut(self) -> None:
+        """Deliver the whole frames that are here."""
         self._wanted_end = 0
         while self._end - self._start >= HEADER_BYTES and not self.is_waiting:
             buffer, start = self._buffer, self._start
@@ -200,7 +219,7 @@ class FrameReader:
                 self._start = stop
                 self._is_after_large = self._is_after_medium = False
                 self._owner.deliver(header, meta, bytes(buffer[begin:stop]))
-            elif is_whole and header.length <= MEDIUM_BYTES and buffer is not self._scratch:
+            elif is_whole and header.length <= MEDIUM_BYTES and not self._is_scratch:
                 self._check(header)
                 if header.stream in self._assemblies:
                     raise DataError(f"got two messages of stream {header.stream} at once")
@@ -212,9 +231,6 @@ class FrameReader:
                 self._owner.deliver(header, meta, buffer[begin:stop])
             elif not self._begin_frame(header, begin):
                 break
-        if self._start == self._end and self._buffer is not self._scratch:
-            self._buffer = self._scratch
-            self._start = self._end = 0
 
     def _check(self, header: Header) -> None:
         if header.kind not in self.allowed:
