@@ -1,8 +1,9 @@
 """The dispatcher's side of benchmarks/scatter_gather.py, inside the lab: every arm in turn, every result checked.
 
-Reads one JSON order on stdin, prints one JSON line. The images lie in files, which all arms read; connections are made,
-and every arm has run once on a few images, before its clock starts. ``infer`` is the product as its command runs it:
-reading, scattering, gathering, and the Parquet file, whose rows are then read back and checked.
+Reads one JSON order on stdin, prints one JSON line. Every arm does the same job on the same clock: from the list of
+image files, over connections that it makes, to a Parquet file of keys and features, whose rows are then read back and
+checked, untimed. What the peers' file costs is in their favour: one call of pyarrow, no journal, no fsync. Every arm
+has run once on a few images, so that modules are loaded, before its clock starts.
 """
 
 from __future__ import annotations
@@ -86,26 +87,51 @@ async def grpc_shares_at_once(methods: list[Any], paths: list[Path]) -> np.ndarr
     return np.frombuffer(b"".join(parts), np.float32).reshape(-1, DIMENSIONS)
 
 
-async def infer(nodes: list[str], paths: list[Path], folder: Path, token: str) -> tuple[float, dict[str, Any]]:
-    """The product, from the list of files to the finished Parquet file; reading it back is not timed."""
+async def over_grpc(arm: Callable[..., Any], addresses: list[str], paths: list[Path]) -> np.ndarray[Any, Any]:
+    """One of the arms above, over connections of its own."""
+    import grpc
+
+    channels = [grpc.aio.insecure_channel(f"{a}:{PORTS['grpc']}", options=UNLIMITED) for a in addresses]
+    try:
+        features: np.ndarray[Any, Any] = await arm([c.unary_unary(f"/{SERVICE}/Run") for c in channels], paths)
+        return features
+    finally:
+        for channel in channels:
+            await channel.close()
+
+
+def write_features(out: Path, paths: list[Path], features: np.ndarray[Any, Any]) -> None:
+    """A peer's result file, as one would write it by hand."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
+    column = pa.FixedSizeListArray.from_arrays(pa.array(features.reshape(-1)), DIMENSIONS)
+    table = pa.table({"key": [str(path) for path in paths], "features": column})
+    pq.write_table(table, out, compression="none", use_dictionary=False)
+
+
+def read_features(out: Path, paths: list[Path]) -> np.ndarray[Any, Any]:
+    """What a result file holds, after a look at its keys and errors."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(out)
+    if table["key"].to_pylist() != [str(path) for path in paths]:
+        raise AssertionError("wrong rows")
+    if "error" in table.column_names and table["error"].null_count != len(paths):
+        raise AssertionError("error rows")
+    values: np.ndarray[Any, Any] = table["features"].combine_chunks().flatten().to_numpy().reshape(-1, DIMENSIONS)
+    return values
+
+
+async def infer(nodes: list[str], paths: list[Path], out: Path, token: str) -> int:
+    """The product, as its command runs it. Gives the bytes of its management traffic."""
     from wirespeed.infer.crew import RemoteCrew
     from wirespeed.infer.inputs import Item
     from wirespeed.infer.job import Job, JobOptions
 
-    out = folder / "results.parquet"
-    out.unlink(missing_ok=True)
     crew = RemoteCrew(nodes, model="images", encoding="fp32", security=wire.Security(token=token))
-    job = Job([Item(str(path), str(path)) for path in paths], crew, out, JobOptions())
-    begin_s = time.perf_counter()
-    summary = await job.run()
-    took_s = time.perf_counter() - begin_s
-    table = pq.read_table(out)
-    if table["key"].to_pylist() != [str(path) for path in paths] or table["error"].null_count != len(paths):
-        raise AssertionError("infer: wrong rows")
-    values = table["features"].combine_chunks().flatten().to_numpy().reshape(-1, DIMENSIONS)
-    return took_s, {"features": values, "management_bytes": summary.management_bytes, "per_node": summary.per_node}
+    summary = await Job([Item(str(path), str(path)) for path in paths], crew, out, JobOptions()).run()
+    return summary.management_bytes
 
 
 def goodput(addresses: list[str], num_bytes: int) -> float:
@@ -147,41 +173,37 @@ def cpu_s(pids: list[int]) -> float:
 
 
 async def drive(order: dict[str, Any]) -> dict[str, Any]:
-    import grpc
-
     addresses: list[str] = order["addresses"]
     paths = [Path(path) for path in order["paths"]]
     expected = np.stack([feature_of(path.read_bytes()) for path in paths])
     few, few_expected = paths[: 2 * len(addresses)], expected[: 2 * len(addresses)]
-    channels = [grpc.aio.insecure_channel(f"{a}:{PORTS['grpc']}", options=UNLIMITED) for a in addresses]
-    methods = [channel.unary_unary(f"/{SERVICE}/Run") for channel in channels]
     nodes = [f"{address}:{PORTS['wire']}" for address in addresses]
     runs: dict[str, list[float]] = {arm: [] for arm in order["arms"]}
     rates: list[float] = []
     management: list[int] = []
     busy: dict[str, list[float]] = {arm: [] for arm in order["arms"]}
     total = sum(path.stat().st_size for path in paths)
-    arms: dict[str, Callable[[list[Path]], Any]] = {
-        "sequential gRPC": lambda chosen: grpc_sequential(methods, chosen),
-        "concurrent gRPC": lambda chosen: grpc_concurrent(methods, chosen),
-        "gRPC, shares at once": lambda chosen: grpc_shares_at_once(methods, chosen),
+    over = {
+        "sequential gRPC": grpc_sequential,
+        "concurrent gRPC": grpc_concurrent,
+        "gRPC, shares at once": grpc_shares_at_once,
     }
     with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
+        out = Path(text) / "results.parquet"
         for round_ in range(-1, order["rounds"]):
             chosen, right = (few, few_expected) if round_ < 0 else (paths, expected)
             for arm in order["arms"]:
+                out.unlink(missing_ok=True)
                 before_s, begin_s = cpu_s(order["pids"]), time.perf_counter()
                 if arm == "infer":
-                    took_s, told = await infer(nodes, chosen, folder, order["token"])
-                    features = told["features"]
-                    management.append(told["management_bytes"])
+                    management.append(await infer(nodes, chosen, out, order["token"]))
                 elif arm == "sequential REST":
                     features = await asyncio.get_running_loop().run_in_executor(None, rest, addresses, chosen)
-                    took_s = time.perf_counter() - begin_s
+                    write_features(out, chosen, features)
                 else:
-                    features = await arms[arm](chosen)
-                    took_s = time.perf_counter() - begin_s
+                    write_features(out, chosen, await over_grpc(over[arm], addresses, chosen))
+                took_s = time.perf_counter() - begin_s
+                features = read_features(out, chosen)
                 check(features, right, arm)
                 if round_ >= 0:
                     runs[arm].append(took_s)
@@ -191,8 +213,6 @@ async def drive(order: dict[str, Any]) -> dict[str, Any]:
                 rates.append(
                     await asyncio.get_running_loop().run_in_executor(None, goodput, addresses, min(total, 10**8))
                 )
-    for channel in channels:
-        await channel.close()
     return {
         "runs": runs,
         "cpu_s": busy,

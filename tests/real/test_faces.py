@@ -93,14 +93,17 @@ def test_faces_are_found_and_are_the_same_here_and_over_nodes(tmp_path: Path, ph
     features = np.array(here["features"].to_pylist()[0], np.float32)
     assert np.linalg.norm(features) == pytest.approx(1, abs=1e-5)
 
-    nodes = [Node(tmp_path / "models") for _ in range(2)]
+    nodes = [Node(tmp_path / "models") for _ in range(3)]
     try:
-        addresses = ",".join(node.wait_open().address for node in nodes)
-        infer(photos, "--nodes", addresses, "--out", tmp_path / "there.parquet")
+        addresses = [node.wait_open().address for node in nodes]
+        for count in (1, 2, 3):
+            out = tmp_path / f"over-{count}.parquet"
+            told = infer(photos, "--nodes", ",".join(addresses[:count]), "--out", out)
+            assert told["num_inputs"] == len(names)
+            assert pq.read_table(out).equals(here), f"over {count} nodes"
     finally:
         for node in nodes:
             node.close()
-    assert pq.read_table(tmp_path / "there.parquet").equals(here)
 
     alone = write_model(tmp_path / "alone", max_rows=1)
     infer(photos, "--model", alone, "--out", tmp_path / "alone.parquet")
