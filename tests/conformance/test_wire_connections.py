@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from wirespeed import wire
+from wirespeed.errors import PeerFailure
 
 NUM_CONNECTIONS = 10_000
 LIMITS = wire.Limits(keepalive_s=60, handshake_s=30)
@@ -22,12 +23,12 @@ MAX_BYTES_PER_CONNECTION = 24 * 1024
 """Objects and timers take about half of it. A read buffer of its own would take 64 KiB."""
 
 SERVER = """
-import asyncio, resource, sys
+import asyncio, sys
 from wirespeed import wire
+from wirespeed.wire.sockets import raise_file_limit
 
 async def main():
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    assert raise_file_limit() >= int(sys.argv[1])
     limits = wire.Limits(keepalive_s=60, handshake_s=30)
     loop = asyncio.get_running_loop()
     handlers = {"echo": lambda request: request.payload}
@@ -58,12 +59,34 @@ def resident_bytes(pid: int) -> int:
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
 
 
+def test_a_server_takes_as_many_connections_as_it_has_files_for_and_tells_the_others() -> None:
+    async def test() -> None:
+        async with await wire.listen("127.0.0.1:0", {"echo": lambda request: request.payload}) as server:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))  # this process holds the other ends too
+            fitting = [await wire.connect(server.address) for _ in range(22)]
+            with pytest.raises(PeerFailure, match="all the connections that it takes"):
+                await wire.connect(server.address)
+            for connection in fitting:
+                assert bytes((await connection.call("echo", b"x")).payload) == b"x"
+                await connection.close()
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, hard))  # 128 of them are spared for other things
+    try:
+        wire.run(test())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.slow
 def test_ten_thousand_connections_are_served_in_bounded_memory() -> None:
     with (
         many_files(NUM_CONNECTIONS + SPARE_FILES),
         subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", SERVER, str(NUM_CONNECTIONS + SPARE_FILES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         ) as server,
     ):
         assert server.stdin is not None

@@ -75,6 +75,7 @@ def serve(
     from wirespeed.serve.server import ServeOptions
     from wirespeed.serve.service import run_service
     from wirespeed.wire.security import Security
+    from wirespeed.wire.sockets import raise_file_limit
 
     if (models is None) == (nodes is None):
         raise UsageError("got a folder and --nodes" if models else "got no models", expected="FOLDER, or --nodes")
@@ -106,6 +107,7 @@ def serve(
             doors = {"grpc": server.grpc_address, "http": server.http_address, "node": server.node_address}
             print_json({"schema": 1, "kind": "serving", **doors, "models": names})
 
+    raise_file_limit()  # a connection each
     run_service(models, options, when_open=when_open, on_news=say)
 
 

@@ -24,7 +24,7 @@ from wirespeed.wire.buffers import BufferPool, MemoryBudget
 from wirespeed.wire.handshake import MAX_METHODS, Challenge, encode
 from wirespeed.wire.limits import Limits
 from wirespeed.wire.security import NONCE_BYTES, Security
-from wirespeed.wire.sockets import SocketSettings, name_of, open_listener, split_address
+from wirespeed.wire.sockets import SocketSettings, name_of, open_listener, room_for_connections, split_address
 
 _SWEEP_S = 0.01
 _WATCH_S = 1.0
@@ -51,6 +51,7 @@ class Server:
         self.pool = BufferPool()
         self.budget = MemoryBudget(limits.memory_bytes)
         self.connections: set[ServerConnection] = set()
+        self._max_connections = room_for_connections(limits.max_connections)
         self.address = ""
         """Where it listens, with the port that the kernel chose."""
         self.draining: str | None = None
@@ -105,7 +106,7 @@ class Server:
 
     def admit(self, connection: ServerConnection) -> bool:
         """Whether one more connection is taken."""
-        if len(self.connections) >= self.limits.max_connections:
+        if len(self.connections) >= self._max_connections:
             return False
         self.connections.add(connection)
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import resource
 import socket
 from typing import Any
 
@@ -12,6 +13,9 @@ import msgspec
 from wirespeed.errors import MissingCapability, UsageError
 from wirespeed.system import System
 from wirespeed.units import format_size
+
+_SPARE_FILES = 128
+"""What a server has open besides connections: workers, models, logs, and the connections that it is refusing."""
 
 
 class SocketSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +154,29 @@ def name_of(sock_address: object) -> str:
         host, port = sock_address[0], sock_address[1]  # type: ignore[index]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return str(sock_address)
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it may without asking anyone, and say how many that is.
+
+    For commands that serve: shells start them with room for 1024, which is for programs that use select.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # it may be above what the kernel allows now
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def room_for_connections(max_connections: int) -> int:
+    """How many connections a server takes: those for which the process has files, at most ``max_connections``.
+
+    One that is refused is told so; one for which there is no file would wait in the kernel's queue for nothing.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return max_connections
+    return max(1, min(max_connections, soft - _SPARE_FILES))
 
 
 def _resolve(host: str, port: int) -> tuple[int, int, int, str, Any]:
