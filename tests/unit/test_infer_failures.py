@@ -83,7 +83,7 @@ def test_what_an_input_did_before_is_forgotten_when_it_has_its_row() -> None:
 )
 def test_a_call_that_could_never_pass_is_not_sent_again(fault: BaseException, is_again: bool) -> None:
     (verdict,) = Failures().of_chunk(chunk(9), fault, was_silent=False, num_nodes=2)
-    assert verdict.index == 9
+    assert verdict.place == 9
     assert (verdict.error is None) is is_again
     assert not verdict.is_suspect
 

@@ -22,9 +22,9 @@ _NO_ANSWER = (Reason.UNAVAILABLE, Reason.DEADLINE, Reason.CANCELLED)
 
 
 class Verdict(NamedTuple):
-    """``error`` None: send it again. ``is_suspect``: with a node to itself (``Schedule.put_back``)."""
+    """For the input at ``place``. ``error`` None: send it again; ``is_suspect``: with a node to itself."""
 
-    index: int
+    place: int
     error: str | None = None
     is_suspect: bool = False
 

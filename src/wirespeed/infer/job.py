@@ -316,7 +316,7 @@ class Job:
             self._follow(verdict)
 
     def _follow(self, verdict: Verdict) -> None:
-        index = verdict.index
+        index = verdict.place
         if verdict.error is not None:
             self._settle(index, Row(self._items[index].key, None, verdict.error))
         elif index in self._blobs:
