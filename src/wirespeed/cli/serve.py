@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 def serve(
     *,
     models: Annotated[
-        Path | None,
-        typer.Argument(help="A folder of model folders, each with a model.toml.", metavar="FOLDER", show_default=False),
+        list[str] | None,
+        typer.Argument(
+            help="A folder of model folders, each with a model.toml; repo:NAME[@V] for a version of the repository.",
+            metavar="FOLDER|repo:NAME@V...",
+            show_default=False,
+        ),
     ] = None,
     grpc: Annotated[str, typer.Option(help="Address of the gRPC door; port 0: any; none: closed.")] = "127.0.0.1:8001",
     http: Annotated[str, typer.Option(help="Address of the REST door; port 0: any; none: closed.")] = "127.0.0.1:8000",
@@ -46,6 +50,10 @@ def serve(
         bool, typer.Option("--allow-client-shm", help="Clients on this host may pass tensors in /dev/shm.")
     ] = False,
     compat_server_name: Annotated[str, typer.Option(help="The name that server metadata gives.")] = "wirespeed",
+    repo: Annotated[
+        str | None,
+        typer.Option("--repo", "-r", envvar="WIRESPEED_REPO", help="The store of repo:NAME.", metavar="URL"),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document on stdout once the doors are open.")
     ] = False,
@@ -55,12 +63,17 @@ def serve(
     With --node the models are a node's: `wirespeed infer --nodes` on another host spreads a data set over many nodes,
     and `wirespeed serve --nodes` requests.
 
+    repo:NAME@v3 and repo:NAME@alias serve a version of the repository. What `wirespeed repo warm` brought to this host
+    is served from its cache: for a number, or with WIRESPEED_OFFLINE=1, the store is not asked at all.
+
     A token in WIRESPEED_TOKEN is asked of every client ("authorization: Bearer TOKEN"); it, or client certificates, are
     needed on an address beyond loopback.
 
     Examples:
 
       wirespeed serve models/
+
+      wirespeed serve repo:org/faces@prod --repo s3://bucket/models
 
       WIRESPEED_TOKEN=$(cat token) wirespeed serve models/ --grpc 0.0.0.0:8001 --http none
 
@@ -74,11 +87,13 @@ def serve(
     from wirespeed.serve.node_addresses import parse_nodes
     from wirespeed.serve.server import ServeOptions
     from wirespeed.serve.service import run_service
+    from wirespeed.serve.shelf import open_shelf
     from wirespeed.wire.security import Security
     from wirespeed.wire.sockets import raise_file_limit
 
-    if (models is None) == (nodes is None):
-        raise UsageError("got a folder and --nodes" if models else "got no models", expected="FOLDER, or --nodes")
+    if bool(models) == (nodes is not None):
+        expected = "FOLDER, repo:NAME@V, or --nodes"
+        raise UsageError("got models and --nodes" if models else "got no models", expected=expected)
     options = ServeOptions(
         grpc_address=None if grpc == "none" else grpc,
         http_address=None if http == "none" else http,
@@ -108,7 +123,11 @@ def serve(
             print_json({"schema": 1, "kind": "serving", **doors, "models": names})
 
     raise_file_limit()  # a connection each
-    run_service(models, options, when_open=when_open, on_news=say)
+    if not models:
+        run_service(None, options, when_open=when_open, on_news=say)
+        return
+    with open_shelf(models, repo=repo, on_news=say) as folder:
+        run_service(folder, options, when_open=when_open, on_news=say)
 
 
 def load(

@@ -190,11 +190,12 @@ def pull_to_cache(
 
         jobs = [(file, cache.part(manifest, file), publisher(file), None) for file in batch]
         kept += fill(source, jobs, progress=progress, done_bytes=kept, total_bytes=total)
-    folder = _link_snapshot(cache, version, manifest, here)
+    folder = link_snapshot(cache, version, manifest, here)
     return _result(source, version, folder, kept)
 
 
-def _link_snapshot(cache: Cache, version: Version, manifest: Manifest, here: Mapping[str, Path]) -> Path:
+def link_snapshot(cache: Cache, version: Version, manifest: Manifest, here: Mapping[str, Path]) -> Path:
+    """Make the folder of a version that is whole in the cache: links to its files, under their own names."""
     folder = cache.folder / "versions" / version.name / f"v{version.number}-{version.manifest_digest[:12]}"
     try:
         for empty in ("", *manifest.folders):
