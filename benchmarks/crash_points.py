@@ -1,4 +1,4 @@
-"""kill -9 at every effect of push, pull, delta, alias, gc and rm: what readers see, and whether the next run repairs.
+"""kill -9 at every effect of push, pull, delta, alias, warm, gc, rm: what readers see, and what the next run repairs.
 
 Each operation runs once to count its effects (requests to the store and calls that change files), then once per place
 to die: before and after every effect, and in the middle of file writes. After each death, without any repair:
@@ -8,12 +8,18 @@ to die: before and after every effect, and in the middle of file writes. After e
     an alias points at its old or its new version;
 
 and then the same operation runs again to its end, and the same is checked of its outcome; an interrupted pull reads at
-most what was not yet whole, plus one chunk per stream. The store is a folder; with --s3 it is SeaweedFS.
+most what was not yet whole, plus one chunk per stream; an interrupted warm exactly the chunks that are not on disk. The
+store is a folder; with --s3 it is SeaweedFS.
+
+What dies of a warm is the host's peer with everything in it, in the middle of an order: fetching from the store as the
+head of a chain, from a neighbour that lives on, by differences against what is here, or giving to a host behind it,
+which has to come through that death whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import pickle
@@ -32,6 +38,7 @@ import numpy as np
 import wirespeed.repo.tensors  # noqa: F401 - loaded before forks
 from _crash_child import Injector
 from _harness import Bar, finish
+from wirespeed import wire
 from wirespeed.errors import UsageError
 from wirespeed.repo import aliases, gc, pull, versions
 from wirespeed.repo.cache import Cache
@@ -39,6 +46,9 @@ from wirespeed.repo.fetch import NUM_WORKERS
 from wirespeed.repo.repository import Repository
 from wirespeed.repo.safetensors import build_head
 from wirespeed.repo.store import open_store
+from wirespeed.repo.swarm.messages import Plan
+from wirespeed.repo.swarm.peer import Peer
+from wirespeed.repo.swarm.warm import Warmed, warm
 
 CHILD_TIMEOUT_S = 60
 
@@ -117,12 +127,144 @@ def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
 
 
 class Scenario:
-    """An operation with the state it starts from."""
+    """An operation with the state it starts from.
 
-    def __init__(self, name: str, prepare: Callable[[World], None], act: Callable[[World], Any]) -> None:
+    ``is_exact``: what the next run may fetch is what ``missing_bytes`` says and no more. ``beside``: a process that
+    lives through the death, started for each; it ends with what it saw wrong, or "".
+    """
+
+    def __init__(
+        self, name: str, prepare: Callable[[World], None], act: Callable[[World], Any], *,
+        is_exact: bool = False, beside: Callable[[World, Any], str] | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.prepare = prepare
         self.act = act
+        self.is_exact = is_exact
+        self.beside = beside
+
+
+SEED = "seed-address"
+"""A file in a world: where a peer that has everything listens."""
+HOST = "host-address"
+"""Where the peer that dies listens, once it does."""
+
+
+async def _open_peer(world: World, cache: str, *, has_store: bool) -> Peer:
+    repository = world.repository(cache) if has_store else None
+    peer = Peer(Cache(world.root / cache), repository=repository)
+    await peer.start("127.0.0.1:0")
+    return peer
+
+
+def run_seed(world: World, ready: int) -> None:
+    """In a process of its own: a peer with every version, until it is killed."""
+
+    async def main() -> None:
+        peer = await _open_peer(world, "seed-cache", has_store=False)
+        os.write(ready, peer.address.encode())
+        os.close(ready)
+        await asyncio.Event().wait()
+
+    wire.run(main())
+
+
+@contextlib.contextmanager
+def seed_beside(world: World) -> Iterator[str]:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        try:
+            run_seed(world, write)
+        finally:
+            os._exit(1)
+    os.close(write)
+    try:
+        with os.fdopen(read, "rb") as stream:
+            yield stream.read().decode()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def warm_here(world: World, wanted: str, *, has_store: bool, has_seed: bool) -> dict[str, int]:
+    """A peer on the world's cache, and an order to it. Gives what it fetched."""
+
+    async def main() -> Warmed:
+        # The order is made from a repository that shares nothing with the host: its reads are not the host's effects.
+        version = world.repository("driver").version(wanted)
+        peer = await _open_peer(world, "cache", has_store=has_store)
+        seeds = [(world.root / SEED).read_text()] if has_seed else []
+        return await warm(version, [peer.address], seeds=seeds, deadline_s=30)
+
+    progress = wire.run(main()).hosts[0].progress
+    if progress.state != "whole":
+        raise RuntimeError(f"the host ended as {progress.state}: {progress.problem}")
+    return {"fetched_bytes": progress.peer_bytes + progress.store_bytes}
+
+
+def head_of_a_chain(world: World) -> dict[str, int]:
+    """The host that dies gives to one behind it, which waits for it to listen. Without one it gives to nobody."""
+
+    async def main() -> int:
+        version = world.repository("driver").version("m@1")
+        peer = await _open_peer(world, "cache", has_store=True)
+        job = peer.order(Plan(version=version, deadline_s=30))
+        address = world.root / HOST
+        address.with_name("new").write_text(peer.address)
+        address.with_name("new").rename(address)
+        await job.done
+        if job.state != "whole":
+            raise RuntimeError(job.problem)
+        # Until whoever is behind has it all, so that there are deaths while it is served.
+        for _ in range(500):
+            if not (world.root / "behind-runs").exists() or (world.root / "behind-done").exists():
+                break
+            await asyncio.sleep(0.01)
+        return job.progress().store_bytes
+
+    return {"fetched_bytes": wire.run(main())}
+
+
+def behind_it(world: World, contents: Any) -> str:
+    """A host behind the one that dies, and behind that the seed: it has to end whole, whatever happens before it."""
+    (world.root / "behind-runs").touch()
+
+    async def main() -> str:
+        version = world.repository("driver").version("m@1")
+        for _ in range(1000):
+            if (world.root / HOST).exists():
+                break
+            await asyncio.sleep(0.005)
+        # It may have died before it said where it is: a port that nobody listens on is as good.
+        first = (world.root / HOST).read_text() if (world.root / HOST).exists() else "127.0.0.1:9"
+        peer = await _open_peer(world, "behind", has_store=False)
+        upstreams = (first, (world.root / SEED).read_text())
+        job = peer.order(Plan(version=version, upstreams=upstreams, position=1, deadline_s=30))
+        await job.done
+        return "" if job.state == "whole" else f"the host behind ended as {job.state}: {job.problem}"
+
+    problem = wire.run(main())
+    (world.root / "behind-done").touch()
+    folders = list((world.root / "behind" / "versions" / "m").glob("v1-*"))
+    if not problem and (len(folders) != 1 or tree(folders[0]) != contents[0]):
+        return "the host behind holds wrong bytes"
+    return problem
+
+
+def missing_bytes(world: World, wanted: str) -> int:
+    """Of chunks of a version that are not right on the host's disk now."""
+    repository = world.repository("driver")
+    manifest = repository.manifest(repository.version(wanted))
+    cache = Cache(world.root / "cache")
+    missing: set[int] = set()
+    for file in manifest.files:
+        if cache.find(manifest, file) is None:
+            part = cache.part(manifest, file)
+            missing |= {file.chunks[at] for at in part.missing()}
+            part.close()
+    return sum(manifest.chunks[index].length for index in missing)
 
 
 def scenarios(models: Path) -> list[Scenario]:
@@ -151,6 +293,15 @@ def scenarios(models: Path) -> list[Scenario]:
         repository.push(models / "2", "m")
         versions.remove(repository.store, repository.version("m@3"))
 
+    def seeded(world: World) -> None:
+        two(world)
+        world.repository("seed-cache").pull("m@1")
+        world.repository("seed-cache").pull("m@2")
+
+    def seeded_and_near(world: World) -> None:
+        seeded(world)
+        world.repository().pull("m@1")
+
     def pull_cache(world: World) -> dict[str, int]:
         found = world.repository().pull("m@2")
         return {"store_bytes": found.store_bytes}
@@ -173,9 +324,22 @@ def scenarios(models: Path) -> list[Scenario]:
         Scenario("apply a delta here", near, pull_cache),
         Scenario("move a folder on", old_folder, pull_folder),
         Scenario("alias", two, lambda w: aliases.set_alias(w.repository().store, "m", "prod", 2) and None),
+        Scenario(
+            "warm from the store", seeded,
+            lambda w: warm_here(w, "m@1", has_store=True, has_seed=False), is_exact=True,
+        ),
+        Scenario(
+            "warm from a neighbour", seeded,
+            lambda w: warm_here(w, "m@1", has_store=False, has_seed=True), is_exact=True,
+        ),
+        Scenario(
+            "warm by differences", seeded_and_near,
+            lambda w: warm_here(w, "m@2", has_store=True, has_seed=False), is_exact=True,
+        ),
+        Scenario("warm a host behind", seeded, head_of_a_chain, is_exact=True, beside=behind_it),
         Scenario("gc", garbage, lambda w: gc.collect(w.repository().store, grace_s=-5, lease_s=-5) and None),
         Scenario("rm", garbage, remove),
-    ]
+    ]  # fmt: skip
 
 
 def check_readers(world: World, contents: list[dict[str, bytes]]) -> None:
@@ -225,6 +389,39 @@ def _run(scenario: Scenario, world: World, at: tuple[int, str] | None) -> tuple[
 
 
 @contextlib.contextmanager
+def beside(scenario: Scenario, world: World, contents: Any) -> Iterator[list[str]]:
+    """The process that lives through it, if the scenario has one. What it saw wrong is in the list at the end."""
+    problem: list[str] = []
+    if scenario.beside is None:
+        yield problem
+        return
+    act = scenario.beside
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        said = "it failed"
+        try:
+            said = act(world, contents)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os.write(write, said.encode()[:4000])
+            os._exit(0)
+    os.close(write)
+    try:
+        yield problem
+    finally:
+        signal.alarm(CHILD_TIMEOUT_S)
+        with os.fdopen(read, "rb") as stream:
+            said = stream.read().decode()
+        os.waitpid(pid, 0)
+        signal.alarm(0)
+        if said:
+            problem.append(said)
+
+
+@contextlib.contextmanager
 def fresh(root: Path, prepared: Path | None, scenario: Scenario, url: Callable[[], str] | None) -> Iterator[World]:
     folder = Path(tempfile.mkdtemp(dir=root))
     try:
@@ -248,23 +445,40 @@ def run_scenario(
     if url is None:
         prepared = Path(tempfile.mkdtemp(dir=root))
         in_child(lambda: scenario.prepare(World(prepared, None)))
-    with fresh(root, prepared, scenario, url) as world:
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(fresh(root, prepared, scenario, url))
+        if scenario.is_exact:
+            (world.root / SEED).write_text(stack.enter_context(seed_beside(world)))
         _, (effects, whole) = _run(scenario, world, None)
     places = list(dies(effects))[::every]
     num_died, failures, excess = 0, [], 0
     stream_bytes = NUM_WORKERS * max(1_400_000, 700_000)
-    for at in places:
-        with fresh(root, prepared, scenario, url) as world:
-            try:
-                died, _ = _run(scenario, world, at)
-                num_died += died == signal.SIGKILL
-                in_child(lambda world=world: check_readers(world, contents))
-                _, (_, again) = _run(scenario, world, None)
-                in_child(lambda world=world: check_readers(world, contents))
-                if isinstance(whole, dict) and again["store_bytes"] > whole["store_bytes"] + stream_bytes:
-                    excess += 1
-            except (AssertionError, RuntimeError) as fault:
-                failures.append({"effect": effects[at[0]], "at": list(at), "problem": str(fault)})
+    with contextlib.ExitStack() as stack:
+        seed = None
+        if scenario.is_exact and prepared is not None:
+            seed = stack.enter_context(seed_beside(World(prepared, None)))
+        for at in places:
+            with fresh(root, prepared, scenario, url) as world:
+                if scenario.is_exact:
+                    own = seed if seed is not None else stack.enter_context(seed_beside(world))
+                    (world.root / SEED).write_text(own)
+                try:
+                    with beside(scenario, world, contents) as problems:
+                        died, _ = _run(scenario, world, at)
+                    num_died += died == signal.SIGKILL
+                    failures += [{"effect": effects[at[0]], "at": list(at), "problem": text} for text in problems]
+                    in_child(lambda world=world: check_readers(world, contents))
+                    allowed = None
+                    if scenario.is_exact:
+                        wanted = "m@2" if scenario.name == "warm by differences" else "m@1"
+                        _, allowed = in_child(lambda world=world, wanted=wanted: missing_bytes(world, wanted))
+                    elif isinstance(whole, dict):
+                        allowed = whole["store_bytes"] + stream_bytes
+                    _, (_, again) = _run(scenario, world, None)
+                    in_child(lambda world=world: check_readers(world, contents))
+                    excess += allowed is not None and sum(again.values()) > allowed
+                except (AssertionError, RuntimeError) as fault:
+                    failures.append({"effect": effects[at[0]], "at": list(at), "problem": str(fault)})
     return {"effects": len(effects), "places": len(places), "died": num_died, "failures": failures, "excess": excess}
 
 
@@ -286,6 +500,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="print one line per bar, and exit 1 if one is short")
     parser.add_argument("--quick", action="store_true", help="every eighth place only")
+    parser.add_argument("--only", metavar="WORDS", help="scenarios whose name holds this; not kept")
     parser.add_argument("--s3", action="store_true", help="against SeaweedFS instead of a folder")
     parser.add_argument("--out", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -299,6 +514,8 @@ def main() -> int:
             counter = iter(range(10**6))
             url = lambda: f"{prefix}/{next(counter)}"  # noqa: E731
         for scenario in scenarios(root / "models"):
+            if options.only is not None and options.only not in scenario.name:
+                continue
             found = run_scenario(scenario, root, contents, every=8 if options.quick else 1, url=url)
             results[scenario.name] = found
             counts = f"{found['effects']} effects, {found['died']} deaths of {found['places']}"
@@ -311,7 +528,9 @@ def main() -> int:
         Bar("crash_points/read_again", sum(r["excess"] for r in results.values()), 0, at_least=False),
     ]
     name = "crash_points_s3" if options.s3 else "crash_points"
-    return finish(name, bars, results, check=options.check, is_quick=options.quick, out=options.out)
+    return finish(
+        name, bars, results, check=options.check, is_quick=options.quick or options.only is not None, out=options.out
+    )
 
 
 if __name__ == "__main__":

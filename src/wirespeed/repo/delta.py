@@ -30,6 +30,7 @@ WORTH = 0.92
 """An encoding that saves less than this is not worth its time."""
 BLOCK = 1 << 15
 """Elements worked on at a time: they stay in the cache nearest to the core."""
+COMPARE_BLOCK = 1 << 17
 _SAMPLE = 1 << 14
 _RAW, _CONSTANT, _ZSTD = 0, 1, 2
 _local = threading.local()
@@ -107,14 +108,25 @@ def _changed(old_n: Array, new_n: Array) -> Array | None:
     """Where elements differ, ascending; None where they are too many to be listed."""
     found: list[Array] = []
     num = 0
-    for start in range(0, new_n.size, BLOCK):
-        block = slice(start, start + BLOCK)
-        at = np.flatnonzero(old_n[block] != new_n[block])
+    for start in range(0, new_n.size, COMPARE_BLOCK):
+        block = slice(start, start + COMPARE_BLOCK)
+        at = _where(old_n[block] != new_n[block])
         num += at.size
-        if num > SPARSE_LIMIT * new_n.size or (start == 0 and at.size > 2 * SPARSE_LIMIT * BLOCK):
+        if num > SPARSE_LIMIT * new_n.size or (start == 0 and at.size > 2 * SPARSE_LIMIT * COMPARE_BLOCK):
             return None
         found.append(at + start)
     return np.concatenate(found)
+
+
+def _where(flags: Array) -> Array:
+    """The positions of true flags."""
+    if flags.size % 8:
+        return np.flatnonzero(flags)
+    # Eight flags at a time, then the flags of those eights that have one: where few are true, in two thirds of the time.
+    eights = np.flatnonzero(flags.view(np.uint64) != 0)
+    inside = np.flatnonzero(flags.view(np.bool_).reshape(-1, 8)[eights])
+    found: Array = (eights << 3)[inside >> 3] + (inside & 7)
+    return found
 
 
 def _scratch(dtype: np.dtype[Any]) -> tuple[Array, Array]:

@@ -3,8 +3,8 @@
 Many pieces are asked for ahead, so that the upstream sends each the moment it has it. An upstream that dies, goes
 silent, gives up or sends a wrong chunk is left at once, a slow one after ``watch`` found it so; the next one is asked
 only for what is still missing. Where no upstream is left, the store is read, and where that fails too, all are tried
-again until the deadline. Runs on the event loop; chunks are hashed and written on ``executor``, the store is read on
-one of ``threads``.
+again until the deadline. What arrives goes to the ``intake``. Runs on the event loop; the store is read on one of
+``threads``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from wirespeed import wire
 from wirespeed.errors import DataError, PeerFailure, UsageError
 from wirespeed.repo.swarm.asks import group
 from wirespeed.repo.swarm.board import NO_PAYLOAD, Board, Buffer
+from wirespeed.repo.swarm.intake import Decode, Intake, Use
 from wirespeed.repo.swarm.messages import PAYLOAD, Ask, Pieces, Plan, pack
 from wirespeed.repo.swarm.neighbours import Neighbours
 from wirespeed.repo.swarm.pace import Pace
@@ -35,9 +36,6 @@ REST_S = 5.0
 """So long an upstream that was left is not tried again while there is another."""
 STORE = "store"
 
-Use = Callable[[int, memoryview], None]
-Decode = Callable[[int, memoryview], memoryview]
-"""A chunk from its difference; verified. Raises where it is wrong, or the base is not here."""
 FromStore = Callable[[Sequence[int], Use, threading.Event], None]
 
 
@@ -65,19 +63,16 @@ class Download:
         self.num_damaged = 0
         self.passed_over: list[str] = []
         self.arrived_s = asyncio.get_running_loop().time()
-        self._executor = executor
         self._threads = threads
         self._pace = pace
         self._from_store_fn = from_store
-        self._decode = decode
         self._by_difference: frozenset[int] = frozenset()
         self._on_news = on_news
         self._loop = asyncio.get_running_loop()
         self._asks: deque[tuple[Ask, ...]] = deque()
         self._left: set[int] = set()
-        self._use: Use = lambda index, content: None
+        self._intake = Intake(self, board, executor=executor, decode=decode)
         self._stream: Stream | None = None
-        self._unwritten_bytes = 0
         self._blamed: set[str] = set()
         self._rests_until_s: dict[str, float] = {}
         self._reasons: dict[str, str] = {}
@@ -96,7 +91,7 @@ class Download:
 
         ``by_difference``: those whose base is here, so that the stored difference is enough.
         """
-        self._use = use
+        self._intake.use = use
         self._left = set(indices)
         self._by_difference = by_difference
         self._asks = deque(group(self.board.manifest, indices, by_difference))
@@ -154,7 +149,7 @@ class Download:
 
         def use(index: int, content: memoryview) -> None:
             self._loop.call_soon_threadsafe(self._came_whole, index, content)
-            self._use(index, content)
+            self._intake.use(index, content)
             self._loop.call_soon_threadsafe(self._is_written, index)
 
         wanted = [index for index in self.board.places if index in self._left]
@@ -211,7 +206,7 @@ class Download:
             and self._asks
             and not stream.over.done()
             and stream.flying_bytes < WINDOW_BYTES
-            and self._unwritten_bytes < UNWRITTEN_BYTES
+            and self._intake.unwritten_bytes < UNWRITTEN_BYTES
             and not self.is_waiting_for_rate
         ):
             self.ask(stream, self._asks.popleft())
@@ -278,113 +273,20 @@ class Download:
         stream.arrived_bytes += num_bytes
         self.peer_bytes += num_bytes
         self.arrived_s = self._loop.time()
-        self._take(asks, memoryview(reply.payload), (stream.address, reply.meta), is_placed=True)
+        self._intake.take(asks, memoryview(reply.payload), (stream.address, reply.meta), is_placed=True)
         self.pump()
 
-    def _take(self, asks: tuple[Ask, ...], payload: memoryview, source: tuple[str, bytes], *, is_placed: bool) -> None:
-        """What an answer holds. ``is_placed``: a single piece was received where it belongs."""
-        first = asks[0]
-        if first.offset == PAYLOAD:
-            self._apply(asks, payload, source[0])
-        elif len(asks) > 1:
-            self._split(asks, payload, source)
-        else:
-            if not is_placed:
-                self.board.buffer(first.index).content[first.offset : first.offset + first.length] = payload
-            buffer = self.board.arrive(first.index, first.offset, source)
-            if buffer.num_missing == 0:
-                self._check(first.index, buffer)
+    # --- see intake.Owner
 
-    def _split(self, asks: tuple[Ask, ...], payload: memoryview, source: tuple[str, bytes]) -> None:
-        at = 0
-        for ask in asks:
-            buffer = self.board.buffer(ask.index)
-            buffer.content[:] = payload[at : at + ask.length]
-            at += ask.length
-            self.board.arrive(ask.index, 0, source)
-            self._check(ask.index, buffer)
-
-    # --- differences
-
-    def _apply(self, asks: tuple[Ask, ...], payload: memoryview, address: str) -> None:
-        at = 0
-        for ask in asks:
-            # Kept for those behind, longer than the wire's buffer.
-            part = bytes(payload[at : at + ask.length])
-            at += ask.length
-            self._unwritten_bytes += self.board.manifest.chunks[ask.index].length
-            task = self._loop.run_in_executor(self._executor, self._apply_and_use, ask.index, part)
-            task.add_done_callback(functools.partial(self._applied, ask.index, address))
-
-    def _apply_and_use(self, index: int, payload: bytes) -> str:
-        """On another thread. Gives what is wrong with the difference, or "" where the chunk is on disk."""
-        assert self._decode is not None
-        try:
-            content = self._decode(index, memoryview(payload))
-        except (DataError, PeerFailure, UsageError) as fault:
-            return str(fault)
-        self._loop.call_soon_threadsafe(self.board.keep_payload, index, payload)
-        self._loop.call_soon_threadsafe(self.board.right, index, content)
-        self._use(index, content)
-        return ""
-
-    def _applied(self, index: int, address: str, task: asyncio.Future[str]) -> None:
-        self._unwritten_bytes -= self.board.manifest.chunks[index].length
-        if not self._has_failed(task):
-            if task.result():
-                # The base may be at fault as well as the sender: nobody is blamed, the chunk comes whole.
-                self.num_damaged += 1
-                self._on_news(f"{self.plan.version.label}: a difference from {address} was of no use: {task.result()}")
-                self._asks.extendleft(reversed(group(self.board.manifest, [index])))
-            else:
-                self._end_of(index)
-            self.pump()
-
-    # --- verified and written
-
-    def _check(self, index: int, buffer: Buffer) -> None:
-        self._unwritten_bytes += len(buffer.content)
-        task = self._loop.run_in_executor(self._executor, self._check_and_use, index, buffer)
-        task.add_done_callback(functools.partial(self._checked, index, buffer))
-
-    def _check_and_use(self, index: int, buffer: Buffer) -> bool:
-        """On another thread: whether the chunk is right; then it is handed on, and goes to its files."""
-        from blake3 import blake3
-
-        if blake3(buffer.content).digest() != self.board.manifest.chunks[index].digest:
-            return False
-        self._loop.call_soon_threadsafe(self.board.right, index)
-        self._use(index, buffer.content)
-        return True
-
-    def _checked(self, index: int, buffer: Buffer, task: asyncio.Future[bool]) -> None:
-        self._unwritten_bytes -= len(buffer.content)
-        if not self._has_failed(task):
-            if task.result():
-                self._end_of(index)
-            else:
-                self._refuse(index, buffer)
-            self.pump()
-
-    def _has_failed(self, task: asyncio.Future[bool] | asyncio.Future[str]) -> bool:
-        """Whether this host cannot go on: its disk is full, or it was told to stop."""
-        fault = PeerFailure("the download was ended") if task.cancelled() else task.exception()
-        if fault is None:
-            return False
-        self._fault = fault
-        if self._stream is not None:
-            self._stream.leave("")
-        return True
-
-    def _end_of(self, index: int) -> None:
+    def when_written(self, index: int) -> None:
+        """The chunk is verified and on disk."""
         self._is_written(index)
         if not self._left and self._stream is not None:
             self._stream.leave("")
 
-    def _refuse(self, index: int, buffer: Buffer) -> None:
+    def when_wrong(self, index: int, buffer: Buffer) -> None:
         """A whole chunk that is wrong. Whoever sent all of it is at fault; of several nobody is known to be."""
         self.num_damaged += 1
-        self.board.drop(index)
         self._asks.extendleft(reversed(group(self.board.manifest, [index])))
         if len(buffer.sources) != 1:
             return
@@ -395,6 +297,18 @@ class Download:
             self._stream.leave(reason)
         else:
             self._pass_over(address, reason)
+
+    def when_useless(self, index: int, address: str, problem: str) -> None:
+        """Nobody is blamed: the chunk comes whole."""
+        self.num_damaged += 1
+        self._on_news(f"{self.plan.version.label}: a difference from {address} was of no use: {problem}")
+        self._asks.extendleft(reversed(group(self.board.manifest, [index])))
+
+    def when_broken(self, fault: BaseException) -> None:
+        """``run`` raises it."""
+        self._fault = fault
+        if self._stream is not None:
+            self._stream.leave("")
 
     # --- for watch
 
@@ -409,4 +323,4 @@ class Download:
     def came_from_trial(self, asks: tuple[Ask, ...], reply: wire.Reply, address: str) -> None:
         """They were."""
         self.peer_bytes += sum(ask.length for ask in asks)
-        self._take(asks, memoryview(reply.payload), (address, reply.meta), is_placed=False)
+        self._intake.take(asks, memoryview(reply.payload), (address, reply.meta), is_placed=False)
