@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -28,6 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +39,7 @@ import numpy as np
 
 import wirespeed.repo.tensors  # noqa: F401 - loaded before forks
 from _crash_child import Injector
-from _harness import Bar, finish
+from _harness import RESULTS, Bar, finish
 from wirespeed import wire
 from wirespeed.errors import UsageError
 from wirespeed.repo import aliases, gc, pull, versions
@@ -500,11 +502,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="print one line per bar, and exit 1 if one is short")
     parser.add_argument("--quick", action="store_true", help="every eighth place only")
-    parser.add_argument("--only", metavar="WORDS", help="scenarios whose name holds this; not kept")
+    parser.add_argument("--only", metavar="WORDS", help="scenarios whose name holds this; results of others are kept")
     parser.add_argument("--s3", action="store_true", help="against SeaweedFS instead of a folder")
     parser.add_argument("--out", type=Path, metavar="FILE")
     options = parser.parse_args()
     results: dict[str, Any] = {}
+    name = "crash_points_s3" if options.s3 else "crash_points"
+    held = RESULTS / f"{name}.json" if options.out is None else options.out
+    if options.only is not None and not options.quick and held.exists():
+        results = json.loads(held.read_text())["results"]
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wirespeed-crash-")))
         contents = [model(root / "models" / str(step), step) for step in range(3)]
@@ -517,7 +523,7 @@ def main() -> int:
             if options.only is not None and options.only not in scenario.name:
                 continue
             found = run_scenario(scenario, root, contents, every=8 if options.quick else 1, url=url)
-            results[scenario.name] = found
+            results[scenario.name] = {**found, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             counts = f"{found['effects']} effects, {found['died']} deaths of {found['places']}"
             print(f"{scenario.name}: {counts}, {len(found['failures'])} failures", file=sys.stderr)
             for failure in found["failures"][:3]:
@@ -527,10 +533,7 @@ def main() -> int:
         Bar("crash_points/failures", sum(len(r["failures"]) for r in results.values()), 0, at_least=False),
         Bar("crash_points/read_again", sum(r["excess"] for r in results.values()), 0, at_least=False),
     ]
-    name = "crash_points_s3" if options.s3 else "crash_points"
-    return finish(
-        name, bars, results, check=options.check, is_quick=options.quick or options.only is not None, out=options.out
-    )
+    return finish(name, bars, results, check=options.check, is_quick=options.quick, out=options.out)
 
 
 if __name__ == "__main__":
