@@ -35,9 +35,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import blake3  # noqa: F401 - with the next ones: loaded once, before the forks
 import numpy as np
+import obstore  # noqa: F401
+import zstandard  # noqa: F401
 
-import wirespeed.repo.tensors  # noqa: F401 - loaded before forks
+import wirespeed.repo.devstore  # noqa: F401
 from _crash_child import Injector
 from _harness import RESULTS, Bar, finish
 from wirespeed import wire
@@ -481,7 +484,14 @@ def run_scenario(
                     excess += allowed is not None and sum(again.values()) > allowed
                 except (AssertionError, RuntimeError) as fault:
                     failures.append({"effect": effects[at[0]], "at": list(at), "problem": str(fault)})
-    return {"effects": len(effects), "places": len(places), "died": num_died, "failures": failures, "excess": excess}
+    return {
+        "effects": len(effects),
+        "every": every,
+        "places": len(places),
+        "died": num_died,
+        "failures": failures,
+        "excess": excess,
+    }
 
 
 @contextlib.contextmanager
@@ -502,6 +512,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="print one line per bar, and exit 1 if one is short")
     parser.add_argument("--quick", action="store_true", help="every eighth place only")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th place only")
     parser.add_argument("--only", metavar="WORDS", help="scenarios whose name holds this; results of others are kept")
     parser.add_argument("--s3", action="store_true", help="against SeaweedFS instead of a folder")
     parser.add_argument("--out", type=Path, metavar="FILE")
@@ -522,7 +533,7 @@ def main() -> int:
         for scenario in scenarios(root / "models"):
             if options.only is not None and options.only not in scenario.name:
                 continue
-            found = run_scenario(scenario, root, contents, every=8 if options.quick else 1, url=url)
+            found = run_scenario(scenario, root, contents, every=8 if options.quick else options.every, url=url)
             results[scenario.name] = {**found, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             counts = f"{found['effects']} effects, {found['died']} deaths of {found['places']}"
             print(f"{scenario.name}: {counts}, {len(found['failures'])} failures", file=sys.stderr)
