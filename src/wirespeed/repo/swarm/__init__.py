@@ -4,6 +4,7 @@
     peer        the daemon on every host: takes versions from the host before it, gives them to the host behind it
     tracker     who is there and who has what; soft state, may die and come back
     download    pieces from the best upstream, which is passed over where it is dead, slow or wrong
+    intake      what has arrived: put together, verified, given on, written
     board       what a host has of one version, in memory and on disk, and who waits for which piece of it
     source      the door of ``repo.pull`` to all that
     asks        which pieces to ask for
