@@ -118,3 +118,20 @@ def test_damaged_payloads_are_data_errors_or_wrong_bytes_but_never_more(data: st
         except DataError:
             continue
         assert len(back) == 1000
+
+
+@pytest.mark.parametrize("num_changed", [0, 1, 7, 30_000])
+@pytest.mark.parametrize("size", [1, 8, 1001, delta.COMPARE_BLOCK, 2 * delta.COMPARE_BLOCK + 5])
+def test_changed_elements_are_found_wherever_they_lie(size: int, num_changed: int) -> None:
+    random = np.random.default_rng(size + num_changed)
+    old = random.integers(0, 2**16, size, dtype=np.uint16)
+    new = old.copy()
+    new[random.integers(0, size, min(num_changed, size // 4))] ^= 0x8001
+    new[-1:] ^= num_changed > 0  # the last element of the last block
+    expected = np.flatnonzero(old != new).tolist()
+    found = delta._changed(old, new)
+    if len(expected) > delta.SPARSE_LIMIT * size:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.tolist() == expected
