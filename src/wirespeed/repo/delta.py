@@ -28,8 +28,10 @@ SPARSE_LIMIT = 0.30
 """Above this share of changed elements a plane of all differences is as small, and quicker (measured)."""
 WORTH = 0.92
 """An encoding that saves less than this is not worth its time."""
-BLOCK = 1 << 15
-"""Elements worked on at a time: they stay in the cache nearest to the core."""
+BLOCK = 1 << 17
+"""Elements worked on at a time. Alone, a quarter of that is as fast; beside a second thread each call into numpy is a
+chance to wait for the interpreter's lock (measured on two cores: fp32 encodes 1.4 times and decodes 1.5 times as fast
+as with 1 << 15)."""
 COMPARE_BLOCK = 1 << 17
 _SAMPLE = 1 << 14
 _RAW, _CONSTANT, _ZSTD = 0, 1, 2
