@@ -100,6 +100,9 @@ def test_ratios_that_differ_in_the_fourth_digit_have_names_that_differ():
         "dense@",
         "/4MiB",
         "dense/local_sgd@0",
+        "dense/async@0",
+        "dense/async@65",
+        "dense/async@4+1",
         "dense/local_sgd@",
         "dense/local_sgd@4+",
         "dense/local_sgd@x",
@@ -122,7 +125,7 @@ def test_strategy_that_cannot_be_is_refused(text: str):
 @pytest.mark.parametrize(
     ("text", "name"),
     [("local_sgd", "dense/local_sgd@8"), ("diloco@64+10", "int8/diloco@64+10"), ("delayed", "dense/delayed"),
-     ("dense/every_step", "dense"), ("local_sgd@4", "dense/local_sgd@4")],
+     ("dense/every_step", "dense"), ("async", "dense/async@4"), ("int8/async@2", "int8/async@2"), ("local_sgd@4", "dense/local_sgd@4")],
 )  # fmt: skip
 def test_a_schedule_alone_names_a_strategy(text: str, name: str):
     assert Strategy.parse(text).name == name
@@ -130,7 +133,7 @@ def test_a_schedule_alone_names_a_strategy(text: str, name: str):
 
 def test_every_schedule_but_every_step_is_lossy_and_shares_its_exchange_over_the_period():
     assert {s: Strategy(codec="int8", schedule=s).fidelity for s in SCHEDULES} == {
-        "every_step": "compressed", "delayed": "lossy", "local_sgd": "lossy", "diloco": "lossy",
+        "every_step": "compressed", "delayed": "lossy", "async": "lossy", "local_sgd": "lossy", "diloco": "lossy",
     }  # fmt: skip
     assert Strategy(schedule="local_sgd", period=12).steps_per_exchange == 12
     assert Strategy(schedule="delayed").steps_per_exchange == 1

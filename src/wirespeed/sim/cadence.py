@@ -73,7 +73,7 @@ def predict_cadence(
     """
     if not 0 <= jitter < 1 or not 1 <= slowdown < math.inf:
         raise UsageError(f"got a jitter of {jitter:g} and a slowdown of {slowdown:g}", expected="0 to 1, and 1 or more")
-    strategy = msgspec.structs.replace(strategy, schedule="every_step", period=None, warmup_steps=0)
+    strategy = msgspec.structs.replace(strategy, schedule="every_step", period=None, warmup_steps=0, staleness=None)
     slow = scaled(workload, slowdown if cadence.name != "async" else 1.0)
     timeline = simulate_step(slow, strategy, costs)
     micro_s = slow.forward_s + slow.backward_s + slow.data_s

@@ -144,13 +144,13 @@ def simulate_step(
         match strategy.schedule:
             case "every_step":
                 flow = _beside_backward(workload, strategy, ready_s, exchanges)
-            case "delayed":
+            case "delayed" | "async":
                 flow = _beside_next_step(workload, strategy, ready_s, exchanges, bound_s)
             case "local_sgd" | "diloco":
                 flow = _after_a_period(workload, strategy, exchanges, share)
     if strategy.schedule == "every_step":
         lower_bound_s = rest_s + max(backward_s, first_ready_s + bound_s)
-    elif strategy.schedule == "delayed":
+    elif strategy.schedule in ("delayed", "async"):
         lower_bound_s = max(workload.compute_s, bound_s)
     else:
         lower_bound_s = workload.compute_s + bound_s * share

@@ -19,7 +19,7 @@ from wirespeed.units import MIB, exact_percent, exact_size, parse_ratio, parse_s
 CodecName = Literal["dense", "half", "int8", "int4", "lowrank", "topk", "sign"]
 Topology = Literal["flat", "hierarchical"]
 Scope = Literal["all", "host", "between"]
-Schedule = Literal["every_step", "delayed", "local_sgd", "diloco"]
+Schedule = Literal["every_step", "delayed", "async", "local_sgd", "diloco"]
 Fidelity = Literal["exact", "half", "compressed", "lossy"]
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
@@ -49,6 +49,9 @@ BYTES_PER_ELEMENT = 4
 LOCAL_SGD_PERIOD = 8
 DILOCO_PERIOD = 32
 MAX_PERIOD = 100_000
+STALENESS = 4
+"""Rounds that a rank may miss under ``async``: a host up to five times slower than the others holds up nobody."""
+MAX_STALENESS = 64
 OUTER_LEARNING_RATE = 0.7
 OUTER_MOMENTUM = 0.9
 """DiLoCo's outer optimizer is SGD with Nesterov momentum; both figures are those of its paper (arXiv 2311.08105)."""
@@ -82,7 +85,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     but its share of a bucket between hosts, and gathered inside again. ``bucket_bytes`` is counted in fp32 gradient, as
     DDP's ``bucket_cap_mb`` counts it. ``period``: optimizer steps from one exchange to the next under ``local_sgd`` and
     ``diloco``, None for every other schedule. ``warmup_steps`` of these two exchange their gradients at every step
-    before the first period begins.
+    before the first period begins. ``staleness``: under ``async`` no rank waits for one that has missed at most so many
+    rounds of averaging, nor for the average of steps at most so many steps old; None for every other schedule.
     """
 
     codec: CodecName = "dense"
@@ -93,6 +97,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     matrix_rank: int | None = None
     period: int | None = None
     warmup_steps: int = 0
+    staleness: int | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1024:
@@ -123,6 +128,13 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 expected="whole matrices, which a rank's share of a bucket does not hold",
                 hint="lowrank goes with topology flat; int8, topk and half go with either",
             )
+        if self.schedule == "async":
+            if self.staleness is None:
+                msgspec.structs.force_setattr(self, "staleness", STALENESS)
+            elif not 1 <= self.staleness <= MAX_STALENESS:
+                raise UsageError(f"got a staleness of {self.staleness}", expected=f"1 to {MAX_STALENESS} steps")
+        elif self.staleness is not None:
+            raise UsageError(f"got a staleness for schedule {self.schedule!r}", expected="a staleness only for async")
         if self.schedule in PERIODIC:
             if self.period is None:
                 default = LOCAL_SGD_PERIOD if self.schedule == "local_sgd" else DILOCO_PERIOD
@@ -153,6 +165,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             text += "/" + self.schedule
         if self.period is not None:
             text += f"@{self.period}"
+        if self.staleness is not None:
+            text += f"@{self.staleness}"
         if self.warmup_steps:
             text += f"+{self.warmup_steps}"
         return text
@@ -178,7 +192,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read ``CODEC[@PARAMETER][/BUCKET][/TOPOLOGY][/SCHEDULE[@PERIOD[+WARMUP]]]``.
+        """Read ``CODEC[@PARAMETER][/BUCKET][/TOPOLOGY][/SCHEDULE[@PERIOD[+WARMUP]]]``, or ``async[@STALENESS]``.
 
         Such as ``topk@2%/8MiB`` or ``int8/hierarchical/local_sgd@16+100``.
         A schedule alone stands for itself with dense, and ``diloco`` with int8, which is what it was made for.
@@ -200,6 +214,9 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         period, warmup_steps = None, 0
         if parts and parts[-1].partition("@")[0] in SCHEDULES:
             schedule, period, warmup_steps = _parse_schedule(parts.pop(), text)
+        staleness = None
+        if schedule == "async":
+            staleness, period = period, None
         topology = next((topology for topology in TOPOLOGIES if parts[-1:] == [topology]), None)
         if topology is not None:
             parts.pop()
@@ -217,6 +234,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             schedule=schedule,
             period=period,
             warmup_steps=warmup_steps,
+            staleness=staleness,
         )
 
     def allows(self, fidelity: Fidelity) -> bool:

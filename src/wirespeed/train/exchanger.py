@@ -53,6 +53,9 @@ class Exchanger:
         """What its whole host has sent to other hosts, since ranks were asked which of them share one."""
         self._asked_at_bytes = 0
         self.bucket_times: deque[BucketTimes] = deque(maxlen=KEPT_BUCKET_TIMES)
+        self.own_group: dist.ProcessGroup | None = None
+        """For what is exchanged beside collectives of the training thread: made by the first ``async`` strategy."""
+        self._num_own_uses = 0
         self._codec: Codec | None = None
         self._lanes: Lanes | None = None
         self._hop_groups: list[dist.ProcessGroup] = []
@@ -81,6 +84,12 @@ class Exchanger:
         return self._failure if self._lanes is None or self._failure is not None else self._lanes.failure
 
     @property
+    def own_group_name(self) -> str:
+        """The same on all ranks of ``own_group``, and another for every strategy that uses it."""
+        name = getattr(self.own_group, "group_name", "")
+        return f"{name}/{self._num_own_uses}"
+
+    @property
     def nic_share(self) -> float | None:
         """Bytes that the host sends to others over those that this rank sends; None where hosts were not asked for."""
         sent = self.stated_bytes - self._asked_at_bytes
@@ -97,6 +106,10 @@ class Exchanger:
             self.residuals.clear()
         self._codec = codec
         self.forget()
+        if strategy.schedule == "async" and self.num_ranks > 1:
+            self._num_own_uses += 1
+            if self.own_group is None:
+                self.own_group = new_group(self.group)
         if codec is None:
             return
         warm_up(device=self.device)
@@ -142,7 +155,7 @@ class Exchanger:
         for groups in (self._hop_groups, self._host_groups, self._between_groups):
             groups.clear()
         released: Any = self
-        released.group = None
+        released.group = released.own_group = None
 
     def average(
         self, values: Tensor, *, bucket: int, names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]
@@ -195,7 +208,8 @@ class Exchanger:
         size_bytes = values.numel() * values.element_size()
         self._count(_DENSE, size_bytes // 4, None)
         values.div_(self.num_ranks)
-        work = dist.all_reduce(values, group=self.group, async_op=True)
+        group = self.own_group if self.strategy.schedule == "async" else self.group
+        work = dist.all_reduce(values, group=group, async_op=True)
         watched = self.undo if self.undo.is_on else None
 
         def done(finished: torch.futures.Future[list[Tensor]]) -> Tensor:

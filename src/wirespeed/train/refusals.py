@@ -59,6 +59,12 @@ def check_model(ddp: DistributedDataParallel, strategy: Strategy) -> None:
             expected=f"all gradients in buckets for strategy {strategy.name!r}",
             hint="leave delay_all_reduce_named_params out",
         )
+    if strategy.schedule == "async" and ddp.find_unused_parameters and not ddp.static_graph:
+        raise UsageError(
+            "find_unused_parameters=True with schedule 'async': DDP asks all ranks in every backward which are unused",
+            expected="no collective that every rank has to reach",
+            hint="leave it out, pass static_graph=True, or choose schedule local_sgd",
+        )
     for name, module in ddp.module.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise UsageError(

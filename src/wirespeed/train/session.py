@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wirespeed.errors import UsageError
 from wirespeed.measure.counters import InterfaceCounter, training_interfaces
 from wirespeed.measure.steps import StepClock
-from wirespeed.spec.strategy import Strategy
+from wirespeed.spec.strategy import PERIODIC, Strategy
 from wirespeed.train.agreement import check_agreement, is_wanted
 from wirespeed.train.checkpoint import load_state, state_of
 from wirespeed.train.exchanger import Exchanger, finished
@@ -140,7 +140,8 @@ class Session:
         """This rank's state for a checkpoint: tensors, numbers and text only; no process group, no pickle needed.
 
         Residuals are kept as without a loss scaler. Under ``local_sgd`` and ``diloco`` ranks hold different parameters
-        between two exchanges: save each rank's own model beside its state, or call ``synchronize`` first.
+        between two exchanges: save each rank's own model beside its state, or call ``synchronize`` first. Under
+        ``async`` ``synchronize`` has to come first, else UsageError.
         """
         return state_of(self._exchanger, self._schedule, scale=self._residual_scale, num_steps=self.clock.num_steps)
 
@@ -239,7 +240,7 @@ class Session:
 
     @property
     def num_steps_apart(self) -> int:
-        """Steps since all ranks last held equal parameters: 0 unless the schedule is ``local_sgd`` or ``diloco``."""
+        """Own steps since all ranks last held equal parameters: 0 unless ranks train apart between exchanges."""
         return self._schedule.num_steps_apart
 
     # ---------------------------------------------------------------- inside
@@ -317,7 +318,7 @@ class Session:
         self._schedule.step_taken()
 
     def _second_optimizer_stepped(self) -> None:
-        if self.strategy.period is not None and not self._has_optimizer:
+        if self.strategy.schedule in ("async", *PERIODIC) and not self._has_optimizer:
             raise UsageError(
                 f"several optimizers step this model, and {self.strategy.schedule} has to know which one ends the step",
                 hint="pass the last of them: wirespeed.train.attach(ddp, optimizer)",
@@ -333,7 +334,9 @@ class Session:
 
     def _watch_overflow(self) -> None:
         """While a loss scaler may skip steps, residuals can be taken back."""
-        self._exchanger.undo.is_on = self._scale.is_known and not self._exchanger.is_plain
+        # Under async residuals change beside backward, and are of what a step has moved: a skipped one moves nothing.
+        is_beside = self.strategy.schedule == "async"
+        self._exchanger.undo.is_on = self._scale.is_known and not self._exchanger.is_plain and not is_beside
 
     @property
     def _residual_scale(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.nn.parallel import DistributedDataParallel
 
 from wirespeed.train.exchanger import Exchanger
+from wirespeed.train.schedules.asynchronous import Asynchronous
 from wirespeed.train.schedules.base import GradientBucket, Schedule
 from wirespeed.train.schedules.delayed import DelayedGradients
 from wirespeed.train.schedules.every_step import EveryStep
@@ -20,5 +21,7 @@ def make_schedule(ddp: DistributedDataParallel, exchanger: Exchanger) -> Schedul
             return EveryStep(exchanger)
         case "delayed":
             return DelayedGradients(exchanger)
+        case "async":
+            return Asynchronous(ddp, exchanger)
         case "local_sgd" | "diloco":
             return Periodic(ddp, exchanger)

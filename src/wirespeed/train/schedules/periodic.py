@@ -17,8 +17,6 @@ It can be wrong to look between two exchanges: ranks then hold different paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,42 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from wirespeed.errors import DataError, UsageError
 from wirespeed.spec.strategy import OUTER_LEARNING_RATE, OUTER_MOMENTUM
 from wirespeed.train.exchanger import Exchanger, finished
 from wirespeed.train.schedules.base import GradientBucket
-
-
-@dataclass
-class _Fragment:
-    """Parameters that cross together, flat. ``base``: where all ranks last stood (empty where it is not needed)."""
-
-    index: int
-    names: tuple[str, ...]
-    parameters: tuple[Tensor, ...]
-    values: Tensor
-    base: Tensor
-    momentum: Tensor
-    parts: tuple[Tensor, ...] = field(init=False)
-    """Views of ``values``, one per parameter, in its shape."""
-
-    def __post_init__(self) -> None:
-        flat = torch.split(self.values, [p.numel() for p in self.parameters])
-        self.parts = tuple(part.view(p.shape) for part, p in zip(flat, self.parameters, strict=True))
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(p.shape) for p in self.parameters)
-
-    def read(self) -> None:
-        """Parameters into ``values``."""
-        for part, parameter in zip(self.parts, self.parameters, strict=True):
-            part.copy_(parameter)
-
-    def write(self) -> None:
-        """``values`` into the parameters."""
-        for part, parameter in zip(self.parts, self.parameters, strict=True):
-            parameter.copy_(part)
+from wirespeed.train.schedules.fragments import (
+    Fragment,
+    averaged_buffers,
+    fill,
+    flatten,
+    make_fragments,
+    write_flat,
+)
 
 
 class Periodic:
@@ -81,7 +54,7 @@ class Periodic:
         self._is_due = False
         self._is_bad = False
         """Whether a gradient of this backward is not finite; looked at where the backward ends a period."""
-        self._fragments: list[_Fragment] | None = None
+        self._fragments: list[Fragment] | None = None
         self._waiting: dict[str, dict[str, Tensor]] = {}
         """Of a loaded state, until the fragments are made."""
         self._synced_buffers = bool(ddp.broadcast_buffers)
@@ -185,53 +158,15 @@ class Periodic:
             self._exchanger.residuals.clear()
             self._exchanger.forget()
         self._ddp.broadcast_buffers = False
-        self._fragments = list(self._make_fragments())
+        self._fragments = make_fragments(self._ddp.module, self._exchanger.strategy, keeps_base=self._keeps_base)
         for fragment in self._fragments:
             if self._keeps_base:
                 fragment.read()
                 fragment.base.copy_(fragment.values)
-                _fill(fragment, fragment.base, self._waiting.get("base", {}), "base")
+                fill(fragment, fragment.base, self._waiting.get("base", {}), "base")
             if self._is_outer:
-                _fill(fragment, fragment.momentum, self._waiting.get("momentum", {}), "outer momentum")
+                fill(fragment, fragment.momentum, self._waiting.get("momentum", {}), "outer momentum")
         self._waiting = {}
-
-    def _make_fragments(self) -> Iterator[_Fragment]:
-        """Parameters in reversed order, as DDP divides them, by type, up to the strategy's bucket size."""
-        limit = self._exchanger.strategy.bucket_bytes
-        held: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-        index = 0
-        named = [(name, p) for name, p in self._ddp.module.named_parameters() if p.requires_grad]
-        for name, parameter in reversed(named):
-            if torch._debug_has_internal_overlap(parameter) == 1:
-                raise UsageError(
-                    f"elements of parameter {name!r} share memory", expected=f"ordinary parameters for {self._schedule}"
-                )
-            group = held.setdefault(parameter.dtype, [])
-            group.append((name, parameter))
-            if 4 * sum(p.numel() for _, p in group) >= limit:
-                yield self._fragment(index, held.pop(parameter.dtype))
-                index += 1
-        for rest in held.values():
-            yield self._fragment(index, rest)
-            index += 1
-
-    def _fragment(self, index: int, named: list[tuple[str, Tensor]]) -> _Fragment:
-        num_elements = sum(p.numel() for _, p in named)
-        first = named[0][1]
-        # What is averaged or stepped is not rounded to 16 bits in between.
-        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-
-        def flat(size: int) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=first.device)
-
-        return _Fragment(
-            index=index,
-            names=tuple(name for name, _ in named),
-            parameters=tuple(p for _, p in named),
-            values=flat(num_elements),
-            base=flat(num_elements if self._keeps_base else 0),
-            momentum=flat(num_elements if self._is_outer else 0),
-        )
 
     @torch.no_grad()
     def _bring_together(self) -> None:
@@ -241,18 +176,19 @@ class Periodic:
         assert self._fragments is not None
         try:
             futures = [self._send(fragment) for fragment in self._fragments]
-            buffers, buffers_future = self._send_buffers()
+            buffers = averaged_buffers(self._ddp.module)
+            buffers_future = self._exchanger.all_reduce(flatten(buffers)) if buffers else None
             for fragment, future in zip(self._fragments, futures, strict=True):
                 future.wait()
                 self._exchanger.raise_failure()
                 self._apply(fragment)
             if buffers_future is not None:
-                _write_flat(buffers, buffers_future.wait())
+                write_flat(buffers, buffers_future.wait())
         except RuntimeError as fault:
             self._exchanger.fail(fault)
             self._exchanger.raise_failure()
 
-    def _send(self, fragment: _Fragment) -> torch.futures.Future[Tensor]:
+    def _send(self, fragment: Fragment) -> torch.futures.Future[Tensor]:
         fragment.read()
         if self._keeps_base:
             fragment.values.sub_(fragment.base)
@@ -260,7 +196,7 @@ class Periodic:
             fragment.values, bucket=fragment.index, names=fragment.names, shapes=fragment.shapes
         )
 
-    def _apply(self, fragment: _Fragment) -> None:
+    def _apply(self, fragment: Fragment) -> None:
         """Set the parameters from the average in ``values``."""
         if self._is_outer:
             # torch.optim.SGD(nesterov=True) on ``base`` with the gradient -values.
@@ -274,14 +210,6 @@ class Periodic:
             fragment.base.copy_(fragment.values)
         fragment.write()
 
-    def _send_buffers(self) -> tuple[list[Tensor], torch.futures.Future[Tensor] | None]:
-        saved = self._ddp.module.state_dict(keep_vars=True)
-        buffers = [b for name, b in self._ddp.module.named_buffers() if name in saved and b.is_floating_point()]
-        if not buffers:
-            return [], None
-        flat = torch.cat([b.detach().flatten().float() for b in buffers])
-        return buffers, self._exchanger.all_reduce(flat)
-
     def _by_name(self, what: str) -> dict[str, Tensor]:
         if self._fragments is None:
             return dict(self._waiting.get(what, {}))
@@ -292,24 +220,3 @@ class Periodic:
                 parts = torch.split(flat, [p.numel() for p in fragment.parameters])
                 named |= {name: part.clone() for name, part in zip(fragment.names, parts, strict=True)}
         return named
-
-    @property
-    def _schedule(self) -> str:
-        return self._exchanger.strategy.schedule
-
-
-def _fill(fragment: _Fragment, flat: Tensor, held: dict[str, Tensor], what: str) -> None:
-    """Copy saved values into their places. Raises DataError where one does not fit."""
-    parts = torch.split(flat, [p.numel() for p in fragment.parameters])
-    for name, part in zip(fragment.names, parts, strict=True):
-        value = held.get(name)
-        if value is None:
-            continue
-        if value.numel() != part.numel():
-            raise DataError(f"the {what} of {name!r} has {value.numel()} elements", expected=f"{part.numel()} elements")
-        part.copy_(value.flatten())
-
-
-def _write_flat(tensors: list[Tensor], flat: Tensor) -> None:
-    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
