@@ -3,7 +3,9 @@
 Char GPT and Fashion-MNIST (the examples), 4 ranks on loopback: the network does not matter here, only what is learned.
 For each seed dense and every strategy start from the same parameters and see the same data. `half`, `int8` and
 `lowrank` are held to a mean over the seeds of at most 1.005 times dense's loss; the gap of all others is measured and
-shown, and held to nothing. Where Fashion-MNIST is not installed it is left out, and the bars with it are short.
+shown, and held to nothing. With one of the four ranks slowed 3x (its compute is a sleep), `async` is held to 0.9 of
+the speed that the others have when none is slowed; dense and `local_sgd` stand beside. Where Fashion-MNIST is not
+installed it is left out, and the bars with it are short.
 
     python benchmarks/quality.py --check
     python benchmarks/quality.py --quick       # one seed and some steps of a small model: shows that it runs
@@ -12,7 +14,9 @@ shown, and held to nothing. Where Fashion-MNIST is not installed it is left out,
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -20,9 +24,12 @@ from typing import Any
 from _arms import Arena, Arm
 from _harness import Bar, finish
 from wirespeed.cli import render
+from wirespeed.tune.places import LoopbackPlace
 
 RANKS = 4
 LIMIT = 1.005
+SLOWDOWN, SLOW_COMPUTE_S, KEPT_SPEED = 3.0, 0.06, 0.9
+BESIDE_A_SLOW_HOST = ("dense", "dense/local_sgd@8", "dense/async", "int8/async")
 FAITHFUL = ("half", "int8", "lowrank")
 REPORTED = (
     "int4",
@@ -30,6 +37,7 @@ REPORTED = (
     "topk@1%",
     "sign",
     "dense/delayed",
+    "dense/async",
     "dense/local_sgd@8",
     "int8/local_sgd@8",
     "int8/diloco@16",
@@ -64,6 +72,26 @@ def run_model(
     return runs
 
 
+def kept_speed(strategy: str, *, num_steps: int) -> dict[str, Any]:
+    """The slowest of the other ranks' speed with one host slowed 3x, over its speed with none slowed."""
+    worker = str(Path(__file__).with_name("_slow_host.py"))
+    steps_s: dict[float, list[float]] = {}
+    for slowdown in (1.0, SLOWDOWN):
+        with tempfile.TemporaryDirectory(prefix="wirespeed-bench-") as name:
+            folder = Path(name)
+            arguments = (str(folder), strategy, str(num_steps), str(SLOW_COMPUTE_S), str(slowdown))
+            end = LoopbackPlace(RANKS, why="its compute is a sleep").run(
+                [sys.executable, worker, *arguments], env={}, folder=folder, watch=None, timeout_s=300.0
+            )
+            if end.returncode != 0:
+                raise SystemExit(f"{strategy} with a host slowed {slowdown:g}x failed: {end.tail}")
+            steps_s[slowdown] = [
+                json.loads((folder / f"slow-{rank}.json").read_text())["step_s"] for rank in range(RANKS)
+            ]
+    kept = min(own / beside for own, beside in zip(steps_s[1.0][:-1], steps_s[SLOWDOWN][:-1], strict=True))
+    return {"strategy": strategy, "steps_s": {f"{k:g}": v for k, v in steps_s.items()}, "kept": kept}
+
+
 def ratios(runs: list[dict[str, Any]], model: str, strategy: str) -> list[float]:
     """Loss over dense's, seed by seed; infinite where it is not finite."""
     by_seed = {(r["seed"], r["strategy"]): r["loss"] for r in runs if r["model"] == model}
@@ -88,7 +116,7 @@ def main() -> int:
     runs: list[dict[str, Any]] = []
     bars: list[Bar] = []
     rows = []
-    for model in args.models.split(","):
+    for model in filter(None, args.models.split(",")):
         if model == "Fashion-MNIST" and not FASHION_MNIST.is_dir():
             print("Fashion-MNIST is not installed (apt-get install dataset-fashion-mnist): left out", file=sys.stderr)
             bars += [
@@ -109,11 +137,24 @@ def main() -> int:
     render.show(
         render.make_table(("model", "strategy<", "loss over dense's", "spread", "range"), rows, title="held-out loss")
     )
+    slow = [kept_speed(name, num_steps=20 if args.quick else 100) for name in BESIDE_A_SLOW_HOST]
+    render.show(
+        render.make_table(
+            ("strategy<", "speed of the others over their own"),
+            [(found["strategy"], f"{found['kept']:.3f}") for found in slow],
+            title=f"one host of {RANKS} slowed {SLOWDOWN:g}x",
+        )
+    )
+    bars += [
+        Bar(f"{found['strategy']}: others' speed with one host slowed 3x", found["kept"], KEPT_SPEED)
+        for found in slow
+        if found["strategy"].endswith("async")
+    ]
     kept = [bar for bar in bars if bar.value == bar.value]
     if args.check:
         for bar in bars:
             print(bar.line)
-    status = finish("quality", kept, {"runs": runs}, is_quick=args.quick, out=args.out)
+    status = finish("quality", kept, {"runs": runs, "slow_host": slow}, is_quick=args.quick, out=args.out)
     return 1 if args.check and not all(bar.holds for bar in bars) else status
 
 

@@ -142,6 +142,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             paused = time.perf_counter()
             with session.evaluation():
+                if step == args.steps:
+                    session.synchronize()  # where ranks trained apart: what is judged in the end is one model
                 held_out_now = held_out_loss(model, held_out, args, device)
             session.record(step=step, eval_loss=held_out_now)
             evaluating_s += time.perf_counter() - paused

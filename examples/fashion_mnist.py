@@ -97,6 +97,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             paused = time.perf_counter()
             with session.evaluation():
+                if step == args.steps:
+                    session.synchronize()  # where ranks trained apart: what is judged in the end is one model
                 held_out = held_out_loss(model, test_images, test_labels, device)
             session.record(step=step, eval_loss=held_out)
             evaluating_s += time.perf_counter() - paused

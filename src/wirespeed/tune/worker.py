@@ -137,6 +137,8 @@ class Run:
     def _end_when_done(self, session: Session) -> None:
         num_steps = session.clock.num_steps
         if num_steps >= self.directive.num_steps and self._is_over(session, num_steps):
+            if session.strategy.schedule == "async":  # a rank that leaves would stop those that still train
+                session.synchronize()
             raise RunEnded
 
     def _is_over(self, session: Session, num_steps: int) -> bool:

@@ -1,17 +1,17 @@
 """async: every rank trains at its own speed, and what its parameters have moved is averaged in the background.
 
 Let ``base`` be what all ranks have agreed on. A rank's parameters are ``base`` as it last saw it, plus what it has
-moved since. Rounds run in a thread of their own: each averages what the ranks have finished, moves ``base`` by that on all of
-them alike, and each rank takes the new base in at its next step. A rank whose step has not ended contributes nothing
-to a round and holds up nobody, until it has missed ``staleness`` rounds in a row: then the others wait for it. So what
-a rank contributes was computed at most that many rounds ago, and a rank also waits while its own oldest step that has
-not been averaged is more than ``staleness`` steps old (when the network is slower than that).
+moved since. Rounds run in a thread of their own: each averages what the ranks have finished, moves ``base`` by that on
+all of them alike, and each rank takes the new base in at its next step. A rank whose step has not ended contributes
+nothing to a round and holds up nobody, until it has missed ``staleness`` rounds in a row: then the others wait for it.
+So what a rank contributes was computed at most that many rounds ago, and a rank also waits while its own oldest step
+that has not been averaged is more than ``staleness`` steps old (when the network is slower than that).
 
 A round begins when half of the ranks have finished a step, or one has ``staleness / 2`` that were not sent. Ranks tell
 each other through the process group's store, so that none has to wait inside a collective for a round to begin.
 
-After ``synchronize`` parameters are equal byte by byte. It can be wrong to end without it: a rank that leaves stops the
-rounds of those that still train. Optimizer state stays with its rank. Costs four copies of the parameters.
+After ``synchronize`` parameters are equal byte by byte. It can be wrong to end without it: a rank that leaves stops
+the rounds of those that still train. Optimizer state stays with its rank. Costs four copies of the parameters.
 """
 
 from __future__ import annotations
