@@ -1,4 +1,4 @@
-"""The compiled loops of ``kernels_compiled`` as a set of kernels: views of the buffers as flat numpy arrays."""
+"""The compiled loops of all codecs but low-rank as a set of kernels: views of the buffers as flat numpy arrays."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from wirespeed.spec.strategy import TOPK_CHUNK
 from wirespeed.train.codecs import kernels_compiled as loops
 from wirespeed.train.codecs import kernels_packed as packed
+from wirespeed.train.codecs import kernels_topk as topk_loops
 from wirespeed.train.codecs.kernels import BlockBuffers, HalfBuffers, TopkBuffers
 from wirespeed.train.codecs.layout import BlockLayout, TopkLayout
 
@@ -94,14 +95,14 @@ class NumbaKernels:
             total,
             total.view(np.uint32),
             torch.zeros(TOPK_CHUNK, dtype=torch.int32).numpy().view(np.uint32),
-            np.zeros(TOPK_CHUNK + loops.LANES, np.int32),
-            np.zeros(TOPK_CHUNK + loops.LANES, np.uint32),
+            np.zeros(TOPK_CHUNK + topk_loops.LANES, np.int32),
+            np.zeros(TOPK_CHUNK + topk_loops.LANES, np.uint32),
         )
 
     def topk_encode(self, grad_n: Tensor, residual_n: Tensor, buffers: TopkBuffers) -> None:
         """See ``Kernels.topk_encode``."""
         send, residual, layout = buffers.send_b.numpy(), residual_n.numpy(), buffers.layout
-        loops.topk_encode(
+        topk_loops.topk_encode(
             grad_n.numpy(), residual, residual.view(np.uint32),
             send[: layout.values_at].view(np.float32),
             send[layout.values_at : layout.indices_at].view(np.uint16),
@@ -112,7 +113,7 @@ class NumbaKernels:
     def topk_decode(self, grad_n: Tensor, buffers: TopkBuffers) -> None:
         """See ``Kernels.topk_decode``."""
         gathered, layout = buffers.gathered_b.numpy(), buffers.layout
-        loops.topk_decode(
+        topk_loops.topk_decode(
             gathered.view(np.float32), gathered.view(np.uint16), grad_n.numpy(),
             layout.per_chunk, layout.per_rest, layout.num_ranks,
             layout.values_at // 2, layout.indices_at // 2, np.float32(1 / layout.num_ranks),

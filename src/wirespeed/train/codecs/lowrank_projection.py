@@ -53,11 +53,15 @@ def project_plain(matrix: Tensor, rest: Tensor, left: Tensor, right: Tensor, *, 
         torch.addmm(matrix, left, right, alpha=-1, out=rest)
 
 
-class _Fused:
-    """Everything in one compiled pass."""
+class _Compiled:
+    """Holds the compiled loops, which are made when first wanted."""
 
     def __init__(self) -> None:
         self._loops: Any = importlib.import_module("wirespeed.train.codecs.lowrank_compiled")
+
+
+class _Fused(_Compiled):
+    """Everything in one compiled pass."""
 
     def __call__(self, matrix: Tensor, rest: Tensor, left: Tensor, right: Tensor, *, is_rows: bool) -> None:
         known, sent = (left, right) if is_rows else (right, left)
@@ -72,11 +76,8 @@ class _Fused:
         sent.fill_(math.nan)
 
 
-class _Added:
+class _Added(_Compiled):
     """The residual is added by a compiled loop, which sees what is not finite in passing; BLAS does the products."""
-
-    def __init__(self) -> None:
-        self._loops: Any = importlib.import_module("wirespeed.train.codecs.lowrank_compiled")
 
     def __call__(self, matrix: Tensor, rest: Tensor, left: Tensor, right: Tensor, *, is_rows: bool) -> None:
         done = self._loops.add_finite(matrix.numpy(), rest.numpy())

@@ -1,7 +1,7 @@
 """topk: of every chunk of 16,384 entries send the k largest, as fp16 and 16-bit index; one all_gather, error feedback.
 
 The selection is exact within a chunk: the k-th largest of a few hundred group maxima is a threshold that at least k
-entries pass and few more do, so only those few are looked at closely (``kernels_compiled``). k is fixed, so that
+entries pass and few more do, so only those few are looked at closely (``kernels_topk``). k is fixed, so that
 messages have one size whatever the data. Values are divided by a power of two per chunk, so that fp16 neither overflows
 nor underflows; what fp16's rounding takes away stays in the residual with all that was not sent. A chunk that holds inf
 or nan on any rank comes out as nan on every rank; its residual stays as it was.
