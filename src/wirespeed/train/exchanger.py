@@ -8,6 +8,7 @@ same buckets in the same order.
 
 from __future__ import annotations
 
+import datetime
 import threading
 import warnings
 from collections import deque
@@ -300,9 +301,17 @@ def new_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
 def _group_of(ranks: list[int], *, like: dist.ProcessGroup) -> dist.ProcessGroup:
     is_world = len(ranks) == dist.get_world_size()
     group: dist.ProcessGroup = dist.new_group(
-        ranks, backend=dist.get_backend(like), use_local_synchronization=not is_world
+        ranks, timeout=_timeout_of(like), backend=dist.get_backend(like), use_local_synchronization=not is_world
     )
     return group
+
+
+def _timeout_of(group: Any) -> datetime.timedelta | None:
+    """What the user gave the group; torch gives a new group its own default (30 minutes) otherwise."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    options = getattr(group._get_backend(device), "options", None)
+    found: datetime.timedelta | None = getattr(options, "_timeout", None)
+    return found
 
 
 def finished(values: Tensor) -> torch.futures.Future[Tensor]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from wirespeed.errors import PeerFailure, UsageError
@@ -236,7 +237,7 @@ class Asynchronous:
             with self._changed:
                 self._changed.notify_all()
 
-    def _wait_for_round(self, store: dist.Store, number: int, num_missed: int, num_ending: int) -> bool:
+    def _wait_for_round(self, store: Any, number: int, num_missed: int, num_ending: int) -> bool:
         """Wait until the round has begun, or begin it. False when there is to be none."""
         prefix = f"wirespeed/async/{self._exchanger.own_group_name}/{number}"
         num_training = self._exchanger.num_ranks - num_ending
@@ -297,13 +298,13 @@ class Asynchronous:
         return has_part, 0 if is_last else num_ending
 
 
-def own_store() -> dist.Store:
+def own_store() -> Any:
     """A connection of this thread's own to the process group's store: a wait in another thread would hold up ours."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
+    inside: Any = distributed_c10d
+    store = inside._get_default_store()
+    while hasattr(store, "underlying_store"):  # prefixes, which ours are apart from by their names
         store = store.underlying_store
-    found: dist.Store = store.clone() if hasattr(store, "clone") else store
-    return found
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def _told(fault: Exception) -> Exception:
