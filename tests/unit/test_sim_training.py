@@ -336,6 +336,12 @@ class TestSchedules:
         )
         assert step.step_s == pytest.approx(2.6)
 
+    def test_async_hides_what_delayed_hides(self):
+        for wire_s in (1.5, 3.0):
+            steps = [self.step(f"dense/1MiB/{name}", wire_s=wire_s) for name in ("async", "delayed")]
+            assert steps[0].step_s == steps[1].step_s
+            assert steps[0].lower_bound_s == steps[1].lower_bound_s
+
     def test_bytes_per_step_are_those_of_an_exchange_over_the_period(self):
         costs = FixedCosts(wire_s=0.1)
         once = predict_step(workload([1.0]), Strategy.parse("int8"), costs).wire_bytes

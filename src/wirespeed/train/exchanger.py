@@ -8,6 +8,7 @@ same buckets in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 import warnings
@@ -309,8 +310,9 @@ def _group_of(ranks: list[int], *, like: dist.ProcessGroup) -> dist.ProcessGroup
 def _timeout_of(group: Any) -> datetime.timedelta | None:
     """What the user gave the group; torch gives a new group its own default (30 minutes) otherwise."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    options = getattr(group._get_backend(device), "options", None)
-    found: datetime.timedelta | None = getattr(options, "_timeout", None)
+    found: datetime.timedelta | None = None
+    with contextlib.suppress(RuntimeError):  # a backend that does not tell
+        found = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     return found
 
 
