@@ -20,7 +20,8 @@ from torch import Tensor
 
 from _harness import Bar, Runs, arguments, finish, run_interleaved
 from wirespeed.cli import render
-from wirespeed.spec.strategy import INT8_BLOCK, TOPK_CHUNK, Strategy
+from wirespeed.spec.payloads import INT8_BLOCK, TOPK_CHUNK
+from wirespeed.spec.strategy import Strategy
 from wirespeed.train.codecs import kernels_for, make_codec, warm_up
 from wirespeed.train.codecs.kernels import BlockBuffers, HalfBuffers, TopkBuffers
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import Shapes, Strategy, square_shape
+from wirespeed.spec.payloads import Shapes, square_shape
+from wirespeed.spec.strategy import Strategy
 from wirespeed.train.codecs import KernelChoice, Message, make_codec
 
 CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from codec_group import Group, bytes_of, gradients  # noqa: E402
-from wirespeed.spec.strategy import BLOCK_FORMATS, INT8_BLOCK, TOPK_CHUNK, Strategy  # noqa: E402
+from wirespeed.spec.payloads import BLOCK_FORMATS, INT8_BLOCK, TOPK_CHUNK  # noqa: E402
+from wirespeed.spec.strategy import Strategy  # noqa: E402
 from wirespeed.train.codecs import has_numba, warm_up  # noqa: E402
 
 pytestmark = pytest.mark.torch

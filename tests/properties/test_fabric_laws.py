@@ -16,7 +16,7 @@ from wirespeed.fabric.files import format_fabric, parse_fabric
 from wirespeed.fabric.parts import Island, Protocol, Switch, Transport
 from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Curve, Fabric, Figure, Host, Uplink
 from wirespeed.records import Collective, CollectiveSample, CollectivesRecord, Environment, LinkSample, LinksRecord
-from wirespeed.spec.strategy import bus_factor
+from wirespeed.spec.payloads import bus_factor
 
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 ENVIRONMENT = Environment(host="h0", kernel="6", cpu=None, num_cpus=2, versions={}, command="")

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wirespeed.sim import StageCost, TransferCost, predict_step, simulate_step
-from wirespeed.spec.strategy import CODECS, Strategy, Transfer, bus_factor
+from wirespeed.spec.payloads import CODECS, bus_factor
+from wirespeed.spec.strategy import Strategy, Transfer
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 
 ROUNDING = 1e-9

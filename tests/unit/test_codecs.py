@@ -10,15 +10,15 @@ torch = pytest.importorskip("torch")
 
 from codec_group import CPU, Group, bytes_of, gradients  # noqa: E402
 from wirespeed.errors import UsageError  # noqa: E402
-from wirespeed.spec.strategy import (  # noqa: E402
+from wirespeed.spec.payloads import (  # noqa: E402
     INT4_BLOCK,
     INT8_BLOCK,
     SIGN_BLOCK,
     TOPK_CHUNK,
-    Strategy,
     block_shard_elements,
     topk_counts,
 )
+from wirespeed.spec.strategy import Strategy  # noqa: E402
 from wirespeed.train.codecs import has_numba, kernels_for, make_codec, warm_up  # noqa: E402
 from wirespeed.train.codecs.kernels import half_limit  # noqa: E402
 

@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 
 from codec_group import Group, bytes_of  # noqa: E402
 from wirespeed.errors import UsageError  # noqa: E402
-from wirespeed.spec.strategy import Strategy, lowrank_matrix  # noqa: E402
+from wirespeed.spec.payloads import lowrank_matrix  # noqa: E402
+from wirespeed.spec.strategy import Strategy  # noqa: E402
 from wirespeed.train.codecs import has_numba  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -17,7 +17,8 @@ from wirespeed.report import plots
 from wirespeed.report.html import report_page, write_report
 from wirespeed.report.summary import make_rows
 from wirespeed.spec.comparison import TuneRecord
-from wirespeed.spec.strategy import CODECS, Strategy
+from wirespeed.spec.payloads import CODECS
+from wirespeed.spec.strategy import Strategy
 from wirespeed.spec.strategy_file import read_strategy_text
 
 replace = msgspec.structs.replace

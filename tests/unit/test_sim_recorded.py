@@ -15,7 +15,8 @@ from wirespeed.plan import from_parameters, predict
 from wirespeed.records import read
 from wirespeed.sim import StageCost, TransferCost, simulate_step
 from wirespeed.spec.comparison import TuneRecord
-from wirespeed.spec.strategy import Strategy, Transfer, bus_factor
+from wirespeed.spec.payloads import bus_factor
+from wirespeed.spec.strategy import Strategy, Transfer
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 from wirespeed.units import MIB
 

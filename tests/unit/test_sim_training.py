@@ -11,7 +11,8 @@ from wirespeed.errors import DataError, UsageError
 from wirespeed.sim import ScaledCosts, StageCost, TransferCost, fill_buckets, predict_step, simulate_step
 from wirespeed.sim.flow import Exchange, fair_level, run_step
 from wirespeed.sim.training import STAGES
-from wirespeed.spec.strategy import CODECS, Strategy, Transfer
+from wirespeed.spec.payloads import CODECS
+from wirespeed.spec.strategy import Strategy, Transfer
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 
 MIB_ELEMENTS = 262_144

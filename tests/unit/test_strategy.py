@@ -8,23 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wirespeed.errors import DataError, UsageError
-from wirespeed.spec.strategy import (
+from wirespeed.spec.payloads import (
     BLOCK_FORMATS,
     CODECS,
-    DEFAULT_BUCKET_BYTES,
-    FIDELITIES,
     INT8_BLOCK,
-    PERIODIC,
-    SCHEDULES,
     TOPK_CHUNK,
-    TOPOLOGIES,
-    Strategy,
     block_shard_bytes,
     block_shard_elements,
     bus_factor,
     topk_counts,
     topk_payload_bytes,
 )
+from wirespeed.spec.strategy import DEFAULT_BUCKET_BYTES, FIDELITIES, PERIODIC, SCHEDULES, TOPOLOGIES, Strategy
 from wirespeed.spec.strategy_file import StrategyFile, read_strategy_text, strategy_text
 
 

@@ -17,7 +17,7 @@ from wirespeed.cli.render import make_table, print_json, say, show
 from wirespeed.errors import UsageError, WirespeedError
 from wirespeed.measure.stats import STABLE_SPREAD, is_stable, median, spread
 from wirespeed.records import CollectivesRecord, LinkSample, LinksRecord, read, write
-from wirespeed.spec.strategy import bus_factor
+from wirespeed.spec.payloads import bus_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,8 @@ from wirespeed import records
 from wirespeed.cli import render
 from wirespeed.errors import UsageError
 from wirespeed.records import CodecsRecord
-from wirespeed.spec.strategy import BYTES_PER_ELEMENT, Strategy
+from wirespeed.spec.payloads import BYTES_PER_ELEMENT
+from wirespeed.spec.strategy import Strategy
 from wirespeed.units import format_rate, format_size, parse_duration, parse_size
 
 KernelChoice = Literal["auto", "numba", "torch"]

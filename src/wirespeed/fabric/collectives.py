@@ -15,7 +15,7 @@ from wirespeed.errors import DataError, UsageError
 from wirespeed.fabric.curves import curve_cpu, curve_time_s, is_in_range
 from wirespeed.fabric.topology import CodecCurve, CollectiveCurve, Fabric
 from wirespeed.records import Collective
-from wirespeed.spec.strategy import bus_factor
+from wirespeed.spec.payloads import bus_factor
 from wirespeed.spec.workload import Origin
 
 SUMS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")

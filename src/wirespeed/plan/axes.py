@@ -22,7 +22,8 @@ from wirespeed.sim.costs import StageCost, TransferCost
 from wirespeed.sim.layout import Axis, Layout
 from wirespeed.sim.training import STAGES
 from wirespeed.spec.device import Device
-from wirespeed.spec.strategy import BYTES_PER_ELEMENT, Strategy, Transfer
+from wirespeed.spec.payloads import BYTES_PER_ELEMENT
+from wirespeed.spec.strategy import Strategy, Transfer
 
 UNMEASURED = 0.2
 """Relative uncertainty of a collective costed from presets: their efficiencies differ by this much between sites."""

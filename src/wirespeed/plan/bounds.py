@@ -14,7 +14,8 @@ import msgspec
 from wirespeed.errors import UsageError
 from wirespeed.sim.costs import StageCost, TransferCost
 from wirespeed.sim.training import simulate_step
-from wirespeed.spec.strategy import Strategy, Transfer, bus_factor
+from wirespeed.spec.payloads import bus_factor
+from wirespeed.spec.strategy import Strategy, Transfer
 from wirespeed.spec.workload import TrainingWorkload
 
 StageSeconds = Callable[[Strategy, str, int], float]

@@ -18,7 +18,7 @@ from wirespeed.fabric.schedules import OPERATIONS
 from wirespeed.fabric.timing import CORES, Cost, prepare
 from wirespeed.fabric.topology import Fabric
 from wirespeed.records import Collective
-from wirespeed.spec.strategy import bus_factor
+from wirespeed.spec.payloads import bus_factor
 
 BindingKind = Literal["host NIC", "uplink", "inside a host", "latency", "cores", "nothing"]
 

@@ -16,8 +16,9 @@ from wirespeed.plan.costs import FabricCosts
 from wirespeed.plan.space import legal_strategies
 from wirespeed.sim.costs import StepCosts
 from wirespeed.sim.training import predict_step
+from wirespeed.spec.payloads import CODECS
 from wirespeed.spec.prediction import Prediction
-from wirespeed.spec.strategy import CODECS, DEFAULT_BUCKET_BYTES, FIDELITIES, Fidelity, Strategy
+from wirespeed.spec.strategy import DEFAULT_BUCKET_BYTES, FIDELITIES, Fidelity, Strategy
 from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.units import format_duration, format_percent
 

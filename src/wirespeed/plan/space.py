@@ -14,17 +14,8 @@ from collections.abc import Sequence
 
 from wirespeed.errors import UsageError
 from wirespeed.sim.training import Bucket, fill_buckets
-from wirespeed.spec.strategy import (
-    CODECS,
-    DEFAULT_BUCKET_BYTES,
-    FIDELITIES,
-    PERIODIC,
-    CodecName,
-    Fidelity,
-    Schedule,
-    Strategy,
-    Topology,
-)
+from wirespeed.spec.payloads import CODECS, CodecName
+from wirespeed.spec.strategy import DEFAULT_BUCKET_BYTES, FIDELITIES, PERIODIC, Fidelity, Schedule, Strategy, Topology
 from wirespeed.spec.workload import TrainingWorkload
 from wirespeed.units import MIB
 

@@ -13,7 +13,8 @@ from typing import Literal
 import msgspec
 
 from wirespeed.spec.comparison import LossKind, LossPoint, StrategyOutcome, TuneRecord
-from wirespeed.spec.strategy import FIDELITIES, CodecName, Fidelity
+from wirespeed.spec.payloads import CodecName
+from wirespeed.spec.strategy import FIDELITIES, Fidelity
 from wirespeed.units import format_duration
 
 PREDICTION_BAND = 0.15

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from wirespeed.errors import UsageError
 from wirespeed.sim.training import Bucket
-from wirespeed.spec.strategy import BYTES_PER_ELEMENT
+from wirespeed.spec.payloads import BYTES_PER_ELEMENT
 from wirespeed.spec.workload import GradientTensor
 from wirespeed.units import MIB
 

@@ -24,8 +24,9 @@ import msgspec
 from wirespeed.errors import DataError
 from wirespeed.sim.costs import ScaledCosts, StepCosts
 from wirespeed.sim.flow import Exchange, Span, run_step
+from wirespeed.spec.payloads import BYTES_PER_ELEMENT, CodecName, hierarchical_shard_elements
 from wirespeed.spec.prediction import Prediction, Resource
-from wirespeed.spec.strategy import BYTES_PER_ELEMENT, CodecName, Strategy, hierarchical_shard_elements
+from wirespeed.spec.strategy import Strategy
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
 from wirespeed.units import MIB
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wirespeed.errors import UsageError
-from wirespeed.spec.strategy import Shapes, Strategy
+from wirespeed.spec.payloads import Shapes
+from wirespeed.spec.strategy import Strategy
 from wirespeed.train.codecs import make_codec, warm_up
 from wirespeed.train.codecs.base import Codec, Message
 from wirespeed.train.codecs.hierarchical import HierarchicalCodec

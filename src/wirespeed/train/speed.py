@@ -27,7 +27,8 @@ from torch import Tensor
 from wirespeed.errors import UsageError
 from wirespeed.measure.environment import capture
 from wirespeed.records import CodecSample, CodecsRecord
-from wirespeed.spec.strategy import BYTES_PER_ELEMENT, Shapes, Strategy
+from wirespeed.spec.payloads import BYTES_PER_ELEMENT, Shapes
+from wirespeed.spec.strategy import Strategy
 from wirespeed.train.codecs import Codec, KernelChoice, Message, kernels_for, make_codec, warm_up
 from wirespeed.units import KIB, MIB
 

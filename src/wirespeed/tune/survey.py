@@ -21,7 +21,8 @@ from wirespeed.measure.collectives import measure_collectives
 from wirespeed.measure.links import measure_links
 from wirespeed.plan.space import LOWRANK_RANKS, TOPK_RATIOS
 from wirespeed.records import Collective
-from wirespeed.spec.strategy import CODECS, Strategy
+from wirespeed.spec.payloads import CODECS
+from wirespeed.spec.strategy import Strategy
 from wirespeed.train.speed import measure_codecs, slowest_of
 from wirespeed.units import KIB, MIB
 

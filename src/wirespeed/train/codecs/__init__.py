@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from wirespeed.spec.strategy import CODECS, Strategy
+from wirespeed.spec.payloads import CODECS
+from wirespeed.spec.strategy import Strategy
 from wirespeed.train.codecs.base import Codec, Message
 from wirespeed.train.codecs.block import BlockCodec
 from wirespeed.train.codecs.dense import DenseCodec

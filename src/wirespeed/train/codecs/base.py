@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from wirespeed.records import Collective
-from wirespeed.spec.strategy import Shapes, Strategy
+from wirespeed.spec.payloads import Shapes
+from wirespeed.spec.strategy import Strategy
 from wirespeed.train.codecs.kernels import KernelChoice
 
 

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import Shapes, Strategy
+from wirespeed.spec.payloads import Shapes
+from wirespeed.spec.strategy import Strategy
 from wirespeed.train.codecs.base import Message, average_alone
 from wirespeed.train.codecs.kernels import HalfBuffers, KernelChoice, half_limit, kernels_for
 

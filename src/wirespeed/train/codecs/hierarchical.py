@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import Shapes, hierarchical_shard_elements
+from wirespeed.spec.payloads import Shapes, hierarchical_shard_elements
 from wirespeed.train.codecs.base import Codec, Message
 
 

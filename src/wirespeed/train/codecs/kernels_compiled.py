@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from wirespeed.spec.strategy import INT8_BLOCK
+from wirespeed.spec.payloads import INT8_BLOCK
 from wirespeed.train.codecs.compiling import (
     INF,
     MAGNITUDE,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import TOPK_CHUNK
+from wirespeed.spec.payloads import TOPK_CHUNK
 from wirespeed.train.codecs import kernels_compiled as loops
 from wirespeed.train.codecs import kernels_packed as packed
 from wirespeed.train.codecs import kernels_topk as topk_loops

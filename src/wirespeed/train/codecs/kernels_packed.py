@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from wirespeed.spec.strategy import INT4_BLOCK, SIGN_BLOCK
+from wirespeed.spec.payloads import INT4_BLOCK, SIGN_BLOCK
 from wirespeed.train.codecs.compiling import INF, MAGNITUDE, NAN, ROUND, ZERO, bits_of, float_of, jit
 from wirespeed.train.codecs.kernels import BLOCK_TINY
 

@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
-from wirespeed.spec.strategy import TOPK_CHUNK
+from wirespeed.spec.payloads import TOPK_CHUNK
 from wirespeed.train.codecs.compiling import (
     INF,
     MAGNITUDE,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wirespeed.spec.strategy import TOPK_CHUNK
+from wirespeed.spec.payloads import TOPK_CHUNK
 from wirespeed.train.codecs.kernels import (
     BLOCK_TINY,
     HALF_JUMP_EXPONENT,

@@ -1,4 +1,4 @@
-"""Where each codec's parts stand in its messages. Sizes come from ``spec.strategy``; offsets are fixed here alone.
+"""Where each codec's parts stand in its messages. Sizes come from ``spec.payloads``; offsets are fixed here alone.
 
 int8, one record per shard:   ``[q: int8 x S][scale: fp32 x S / 1024]``
 int4, one record per shard:   ``[q: 4 bits x S][scale: fp32 x S / 256]``
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wirespeed.spec.strategy import (
+from wirespeed.spec.payloads import (
     BLOCK_FORMATS,
     BYTES_PER_ELEMENT,
     TOPK_CHUNK,

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from wirespeed.errors import UsageError
-from wirespeed.spec.strategy import Shapes, Strategy, lowrank_matrix, square_shape
+from wirespeed.spec.payloads import Shapes, lowrank_matrix, square_shape
+from wirespeed.spec.strategy import Strategy
 from wirespeed.train.codecs.base import Message, average_alone
 from wirespeed.train.codecs.kernels import KernelChoice, kernels_for
 from wirespeed.train.codecs.lowrank_projection import Project, projection
