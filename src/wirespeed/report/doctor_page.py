@@ -6,9 +6,7 @@ logs and other hosts, and all of them are escaped; the content security policy f
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
-from importlib import resources
 from pathlib import Path
 
 from wirespeed import records
@@ -20,6 +18,7 @@ from wirespeed.doctor.gains import best_gain
 from wirespeed.doctor.reports import ClusterReport, HostReport, counts
 from wirespeed.doctor.retest import FabricReport
 from wirespeed.records import Record
+from wirespeed.report import markup
 from wirespeed.units import format_duration, format_percent, format_rate
 
 DoctorRecord = Verdict | HostReport | ClusterReport | FabricReport
@@ -48,7 +47,6 @@ def page_of(record: DoctorRecord) -> str:
 
 
 def _shell(record: Record, title: str, body: str) -> str:
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
     environment = record.environment
     facts = [
         ("command", environment.command),
@@ -56,63 +54,23 @@ def _shell(record: Record, title: str, body: str) -> str:
         ("versions", ", ".join(f"{name} {version}" for name, version in environment.versions.items())),
         ("made", record.created),
     ]
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<title>{_text(title)} - wirespeed doctor</title>\n<link rel="icon" href="data:,">\n'
-        f'<style>\n{_asset("report.css")}{_asset("doctor.css")}</style>\n</head>\n<body class="doctor">\n{body}'
-        f"{_section('How this was made', '', _facts(facts))}"
-        f"<footer>Made by wirespeed {_text(environment.versions.get('wirespeed', ''))} from a record of "
-        f"{_text(record.created)}.</footer>\n</body>\n</html>\n"
+    made = markup.section("How this was made", "", markup.facts(facts))
+    return markup.page(
+        f"{title} - wirespeed doctor",
+        f"{body}{made}{markup.footer(record)}",
+        styles=("report.css", "doctor.css"),
+        body_class="doctor",
     )
-
-
-def _asset(name: str) -> str:
-    return resources.files("wirespeed.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value), quote=True)
-
-
-def _section(title: str, lead: str, body: str) -> str:
-    lead_markup = f'<p class="lead">{_text(lead)}</p>\n' if lead else ""
-    return f"<section>\n<h2>{_text(title)}</h2>\n{lead_markup}{body}</section>\n"
-
-
-def _facts(facts: Iterable[tuple[str, str]]) -> str:
-    lines = "".join(
-        f'<tr><th scope="row">{_text(name)}</th><td>{_text(value)}</td></tr>\n' for name, value in facts if value
-    )
-    return f'<div class="scroll"><table class="facts"><tbody>\n{lines}</tbody></table></div>\n'
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{_text(heading)}</th>' for heading in headings)
-    lines = "".join(
-        f'<tr><th scope="row">{_text(row[0])}</th>' + "".join(f"<td>{_text(cell)}</td>" for cell in row[1:]) + "</tr>\n"
-        for row in rows
-    )
-    return (
-        f'<div class="scroll"><table class="words"><thead><tr>{head}</tr></thead>'
-        f"<tbody>\n{lines}</tbody></table></div>\n"
-    )
-
-
-def _items(texts: Iterable[str]) -> str:
-    lines = "".join(f"<li>{_text(text)}</li>" for text in texts)
-    return f"<ul>{lines}</ul>\n" if lines else ""
 
 
 def _header(about: str, headline: str, tone: str, tiles: Sequence[tuple[str, str, str]]) -> str:
     held = "".join(
-        f'<div class="tile"><dt>{_text(name)}</dt><dd class="value">{_text(value)}</dd>'
-        f'<dd class="detail">{_text(detail)}</dd></div>\n'
+        f'<div class="tile"><dt>{markup.text(name)}</dt><dd class="value">{markup.text(value)}</dd>'
+        f'<dd class="detail">{markup.text(detail)}</dd></div>\n'
         for name, value, detail in tiles
     )
     return (
-        f'<header class="{tone}">\n<p class="about">{_text(about)}</p>\n<h1>{_text(headline)}</h1>\n'
+        f'<header class="{tone}">\n<p class="about">{markup.text(about)}</p>\n<h1>{markup.text(headline)}</h1>\n'
         f'<dl class="tiles">\n{held}</dl></header>\n'
     )
 
@@ -130,47 +88,50 @@ def _card(
     max_evidence: int = 6,
 ) -> str:
     """One finding: what it is, what shows it, what to do, how to undo it, what it gives."""
-    rows = [("on", _text(hosts))] if hosts else []
+    rows = [("on", markup.text(hosts))] if hosts else []
     rows += [("seen", "".join(_evidence(line) for line in finding.evidence[:max_evidence]))]
     if finding.remedy is not None:
         rows += _remedy(finding.remedy)
     if gives is not None:
         rows.append(("gives", _gain(gives)))
     if alternatives:
-        rows.append(("or", _text(alternatives)))
-    rows.append(("why", f"{_text(finding.source)} <code>{_text(finding.id)}</code>".strip()))
+        rows.append(("or", markup.text(alternatives)))
+    rows.append(("why", f"{markup.text(finding.source)} <code>{markup.text(finding.id)}</code>".strip()))
     body = "".join(f"<dt>{name}</dt><dd>{markup}</dd>\n" for name, markup in rows)
     word = _WORDS[finding.severity]
     return (
         f'<article class="card {word}">\n<h3><span class="number">{number}</span>'
-        f'<span class="mark">{word}</span> {_text(finding.title)}</h3>\n<dl>\n{body}</dl>\n</article>\n'
+        f'<span class="mark">{word}</span> {markup.text(finding.title)}</h3>\n<dl>\n{body}</dl>\n</article>\n'
     )
 
 
 def _evidence(line: Evidence) -> str:
-    expected = f' <span class="expected">expected {_text(line.expected)}</span>' if line.expected else ""
+    expected = f' <span class="expected">expected {markup.text(line.expected)}</span>' if line.expected else ""
     return (
-        f'<div class="line"><span class="where">{_text(line.where)}</span> <code>{_text(line.seen)}</code>'
+        f'<div class="line"><span class="where">{markup.text(line.where)}</span> <code>{markup.text(line.seen)}</code>'
         f"{expected}</div>"
     )
 
 
 def _remedy(remedy: Remedy) -> list[tuple[str, str]]:
-    rows = [("do", _text(remedy.text) + _commands(remedy.commands))]
+    rows = [("do", markup.text(remedy.text) + _commands(remedy.commands))]
     if remedy.settings:
         values = "\n".join(f"{one.key} = {one.value}" for one in remedy.settings)
         rows.append(
-            ("set", f"<pre>{_text(values)}</pre><p>wirespeed doctor host --apply sets it, --rollback undoes it</p>")
+            (
+                "set",
+                f"<pre>{markup.text(values)}</pre><p>wirespeed doctor host --apply sets it, --rollback undoes it</p>",
+            )
         )
     if remedy.caution:
-        rows.append(("caution", _text(remedy.caution)))
+        rows.append(("caution", markup.text(remedy.caution)))
     if remedy.undo:
         rows.append(("undo", _commands(remedy.undo)))
     return rows
 
 
 def _commands(commands: Sequence[str]) -> str:
-    return f"<pre>{_text(chr(10).join(commands))}</pre>" if commands else ""
+    return f"<pre>{markup.text(chr(10).join(commands))}</pre>" if commands else ""
 
 
 def _gain(gives: WhatItGives) -> str:
@@ -178,11 +139,11 @@ def _gain(gives: WhatItGives) -> str:
     after = max(0.0, min(1.0, gives.step_s / gives.now_s)) if gives.now_s > 0 else 1.0
     return (
         f'<div class="gain"><span>now</span><span class="bar" style="width:100%"></span>'
-        f"<b>{_text(format_duration(gives.now_s))}</b>"
+        f"<b>{markup.text(format_duration(gives.now_s))}</b>"
         f"<span>{'at best' if gives.is_bound else 'then'}</span>"
         f'<span class="bar then" style="width:{after * 100:.1f}%"></span>'
-        f"<b>{_text(format_duration(gives.step_s))}</b></div>"
-        f"<p>{_text(format_percent(gives.gain))} less per step; {_text(gives.basis)}</p>"
+        f"<b>{markup.text(format_duration(gives.step_s))}</b></div>"
+        f"<p>{markup.text(format_percent(gives.gain))} less per step; {markup.text(gives.basis)}</p>"
     )
 
 
@@ -215,37 +176,39 @@ def _verdict(verdict: Verdict) -> str:
         ("measured", verdict.capability),
     ]
     rows = "".join(
-        f'<tr><th scope="row">{_text(name)}</th>'
-        f"<td>{'<br>'.join(map(_text, lines)) or 'not in these files'}</td></tr>\n"
+        f'<tr><th scope="row">{markup.text(name)}</th>'
+        f"<td>{'<br>'.join(map(markup.text, lines)) or 'not in these files'}</td></tr>\n"
         for name, lines in chain
     )
     body = _header(about, verdict.headline, _tone(findings), tiles)
-    body += _section(
+    body += markup.section(
         "What was looked at", "In this order: each answer makes the next question moot.",
         f'<div class="scroll"><table class="facts"><tbody>\n{rows}</tbody></table></div>\n',
     )  # fmt: skip
     body += _causes(verdict.causes)
     if verdict.notes:
-        body += _section("Mind", "", _items(verdict.notes))
-    return body + _section("Files", "", _items(verdict.sources))
+        body += markup.section("Mind", "", markup.items(verdict.notes))
+    return body + markup.section("Files", "", markup.items(verdict.sources))
 
 
 def _causes(causes: Sequence[Cause]) -> str:
     if not causes:
-        return _section("Causes", "Nothing wrong was found.", "")
+        return markup.section("Causes", "Nothing wrong was found.", "")
     real = [cause for cause in causes if cause.finding.severity != "notice"]
     rest = [cause for cause in causes if cause.finding.severity == "notice"]
     cards = "".join(
         _card(number, cause.finding, alternatives=cause.alternatives, gives=cause.gives)
         for number, cause in enumerate(real, start=1)
     )
-    body = _section("Causes", "The first one is the one to mend first.", cards) if real else ""
+    body = markup.section("Causes", "The first one is the one to mend first.", cards) if real else ""
     if rest:
         notices = "".join(
             _card(number, cause.finding, alternatives=cause.alternatives, gives=cause.gives)
             for number, cause in enumerate(rest, start=len(real) + 1)
         )
-        body += _section("Worth knowing", "Notices: mending them is not expected to make this job faster.", notices)
+        body += markup.section(
+            "Worth knowing", "Notices: mending them is not expected to make this job faster.", notices
+        )
     return body
 
 
@@ -270,13 +233,13 @@ def _host(report: HostReport) -> str:
     body = _header("wirespeed doctor host", _host_headline(report), _tone(report.findings), tiles)
     cards = "".join(_card(number, finding) for number, finding in enumerate(report.findings, start=1))
     if cards:
-        body += _section("Findings", "Worst first.", cards)
+        body += markup.section("Findings", "Worst first.", cards)
     body += _suppressed(report)
     if report.unknowns:
         rows = [[one.what, one.why, one.hint] for one in report.unknowns]
-        body += _section(
+        body += markup.section(
             "Not known", "A check that cannot see is not a check that passed.",
-            _table(["what", "why", "how to see it"], rows),
+            markup.table(["what", "why", "how to see it"], rows),
         )  # fmt: skip
     return body + _checks(report)
 
@@ -285,15 +248,18 @@ def _suppressed(report: HostReport) -> str:
     if not report.suppressed:
         return ""
     rows = [[one.finding.title, one.reason, one.expires] for one in report.suppressed]
-    return _section("Suppressed", "Someone decided to live with these.", _table(["finding", "reason", "until"], rows))
+    return markup.section(
+        "Suppressed", "Someone decided to live with these.", markup.table(["finding", "reason", "until"], rows)
+    )
 
 
 def _checks(report: HostReport) -> str:
     rows = [[check.name, check.status.replace("_", " "), check.about, check.why] for check in report.checks]
     facts = [[fact.key, fact.value] for fact in report.facts]
     return (
-        f"<details><summary>All {len(rows)} checks</summary>\n{_table(['check', 'status', 'about', 'why not'], rows)}"
-        f"</details>\n<details><summary>All {len(facts)} facts</summary>\n{_table(['fact', 'value'], facts)}"
+        f"<details><summary>All {len(rows)} checks</summary>\n"
+        f"{markup.table(['check', 'status', 'about', 'why not'], rows)}"
+        f"</details>\n<details><summary>All {len(facts)} facts</summary>\n{markup.table(['fact', 'value'], facts)}"
         "</details>\n"
     )
 
@@ -328,7 +294,7 @@ def _cluster(report: ClusterReport) -> str:
     body = _header("wirespeed doctor host, many hosts", _cluster_headline(report), _tone(report.findings), tiles)
     if report.failures:
         rows = [[one.host, one.why] for one in report.failures]
-        body += _section("No answer", "", _table(["host", "why"], rows))
+        body += markup.section("No answer", "", markup.table(["host", "why"], rows))
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in report.findings:
         groups.setdefault((finding.id, finding.subject, finding.title), []).append(finding)
@@ -340,7 +306,7 @@ def _cluster(report: ClusterReport) -> str:
         for number, same in enumerate(groups.values(), start=1)
     )  # fmt: skip
     if cards:
-        body += _section("Findings", "Each kind once, with its hosts; worst first.", cards)
+        body += markup.section("Findings", "Each kind once, with its hosts; worst first.", cards)
     if report.drift:
         rows = [
             [
@@ -353,15 +319,15 @@ def _cluster(report: ClusterReport) -> str:
             ]
             for one in report.drift
         ]
-        body += _section(
+        body += markup.section(
             "Drift", "What differs between hosts that should be alike, gravest first.",
-            _table(["fact", "usual", "differ", "where"], rows),
+            markup.table(["fact", "usual", "differ", "where"], rows),
         )  # fmt: skip
     rows = [
         [host.host, _said(counts(host.findings)), str(len(host.unknowns)), "yes" if host.is_root else "no"]
         for host in report.hosts
     ]
-    return body + _section("Hosts", "", _table(["host", "findings", "not known", "as root"], rows))
+    return body + markup.section("Hosts", "", markup.table(["host", "findings", "not known", "as root"], rows))
 
 
 # -------------------------------------------------------------------- a fabric
@@ -383,19 +349,21 @@ def _fabric(report: FabricReport) -> str:
     body = _header("wirespeed doctor fabric", _fabric_headline(report), _tone(report.findings), tiles)
     cards = "".join(_card(number, finding) for number, finding in enumerate(report.findings, start=1))
     if cards:
-        body += _section("Findings", "", cards)
+        body += markup.section("Findings", "", cards)
     if report.hosts:
-        body += _section("Hosts", "Each side of a host, as a share of the usual rate.", _sides(report))
+        body += markup.section("Hosts", "Each side of a host, as a share of the usual rate.", _sides(report))
     if report.cannot_tell:
-        body += _section("Cannot tell", "", _items(report.cannot_tell))
+        body += markup.section("Cannot tell", "", markup.items(report.cannot_tell))
     if report.dropped:
-        body += _section("Dropped", "These stood out once and were fine when measured again.", _items(report.dropped))
+        body += markup.section(
+            "Dropped", "These stood out once and were fine when measured again.", markup.items(report.dropped)
+        )
     return body
 
 
 def _sides(report: FabricReport) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{_text(host)}</th>{_side(report.sending.get(host))}'
+        f'<tr><th scope="row">{markup.text(host)}</th>{_side(report.sending.get(host))}'
         f"{_side(report.receiving.get(host))}</tr>\n"
         for host in report.hosts
     )
@@ -411,5 +379,5 @@ def _side(share: float | None) -> str:
     low = " low" if share < 0.9 else ""
     return (
         f'<td><span class="meter"><span class="fill{low}" style="width:{min(1.0, max(0.0, share)) * 100:.0f}%"></span>'
-        f"</span>{_text(format_percent(share))}</td>"
+        f"</span>{markup.text(format_percent(share))}</td>"
     )

@@ -7,19 +7,11 @@ the page draws them in the colours of light, dark or paper.
 
 from __future__ import annotations
 
-import hashlib
-import html
-import json
 import math
-import re
-from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
 
-import msgspec
-
 from wirespeed import records
-from wirespeed.report import plots, tables
+from wirespeed.report import markup, plots, tables
 from wirespeed.report.summary import PREDICTION_BAND, Row, Summary, finite, share_text, split_rows, summarize
 from wirespeed.spec.comparison import TuneRecord
 from wirespeed.spec.strategy_file import StrategyFile, strategy_text
@@ -35,8 +27,6 @@ def write_report(path: str | Path, record: TuneRecord) -> Path:
 
 def report_page(record: TuneRecord) -> str:
     """The whole page. It depends on the record alone: the same record gives the same bytes."""
-    from plotly.offline import get_plotlyjs
-
     summary = summarize(record)
     figures: Figures = {}
     sections = "".join(
@@ -54,48 +44,8 @@ def report_page(record: TuneRecord) -> str:
             _origin(record),
         )
     )
-    # A script of the page carries this; one that slipped in through a text does not, and is not run.
-    nonce = hashlib.sha256(msgspec.json.encode(record)).hexdigest()[:32]
-    policy = (
-        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(record.chosen or 'no strategy')} for {_text(Path(record.script).name)} - wirespeed</title>\n"
-        f'<link rel="icon" href="data:,">\n<style>\n{_asset("report.css")}</style>\n</head>\n<body>\n{sections}'
-        f"<footer>Made by wirespeed {_text(record.environment.versions.get('wirespeed', ''))} "
-        f"from a record of {_text(record.created)}.</footer>\n"
-        f'<script type="application/json" id="figures">{_json(figures)}</script>\n'
-        f'<script nonce="{nonce}">{get_plotlyjs()}</script>\n'
-        f'<script nonce="{nonce}">\n{_asset("report.js")}</script>\n</body>\n</html>\n'
-    )
-
-
-def _asset(name: str) -> str:
-    return resources.files("wirespeed.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value), quote=True)
-
-
-def _prose(text: str) -> str:
-    """Escaped text whose numbers stay in one line with their units."""
-    return re.sub(r"(?<=\d) (?=(?:%|[mun]?s|[KMGT]?i?B|[kMG]?bit/s)(?!\w))", "\u00a0", _text(text))
-
-
-def _json(value: object) -> str:
-    # "<" would let a text end the script element; the escape reads back the same.
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
-
-
-def _section(title: str, lead: str, body: str) -> str:
-    """A section. ``title`` and ``lead`` are texts, ``body`` is markup."""
-    lead_markup = f'<p class="lead">{_prose(lead)}</p>\n' if lead else ""
-    return f"<section>\n<h2>{_text(title)}</h2>\n{lead_markup}{body}</section>\n"
+    title = f"{record.chosen or 'no strategy'} for {Path(record.script).name} - wirespeed"
+    return markup.page(title, f"{sections}{markup.footer(record)}", figures=figures)
 
 
 def _figure(figures: Figures, name: str, figure: plots.Figure | None, label: str, kind: str = "") -> str:
@@ -104,22 +54,18 @@ def _figure(figures: Figures, name: str, figure: plots.Figure | None, label: str
     figures[name] = figure
     height = figure["layout"]["height"]
     return (
-        f'<figure class="{kind}" role="img" aria-label="{_text(label)}">'
+        f'<figure class="{kind}" role="img" aria-label="{markup.text(label)}">'
         f'<div id="{name}" style="min-height:{height}px"></div></figure>\n'
     )
 
 
-def _items(texts: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{_prose(text)}</li>" for text in texts) + "</ul>\n"
-
-
 def _header(record: TuneRecord, summary: Summary) -> str:
     about = (
-        f"wirespeed tune <b>{_text(record.script)}</b> on {_text(record.fabric.num_ranks)} ranks, "
-        f"{_text(record.fabric.description)}"
+        f"wirespeed tune <b>{markup.text(record.script)}</b> on {markup.text(record.fabric.num_ranks)} ranks, "
+        f"{markup.text(record.fabric.description)}"
     )
     return (
-        f'<header>\n<p class="about">{about}</p>\n<h1 id="verdict">{_prose(summary.headline)}</h1>\n'
+        f'<header>\n<p class="about">{about}</p>\n<h1 id="verdict">{markup.prose(summary.headline)}</h1>\n'
         f"{_tiles(summary)}</header>\n"
     )
 
@@ -152,8 +98,8 @@ def _tiles(summary: Summary) -> str:
     return (
         '<dl class="tiles">\n'
         + "".join(
-            f'<div class="tile{" chosen" if index == 0 else ""}"><dt>{_text(name)}</dt>'
-            f'<dd class="value">{_text(value)}</dd><dd class="detail">{_text(detail)}</dd></div>\n'
+            f'<div class="tile{" chosen" if index == 0 else ""}"><dt>{markup.text(name)}</dt>'
+            f'<dd class="value">{markup.text(value)}</dd><dd class="detail">{markup.text(detail)}</dd></div>\n'
             for index, (name, value, detail) in enumerate(tiles)
         )
         + "</dl>\n"
@@ -168,13 +114,15 @@ def _notices(summary: Summary) -> str:
             "What is shown was really measured; what is missing did not run.</p></div>\n"
         )
     if summary.warnings:
-        notices += f'<div class="notice" id="warnings"><h2>Mind</h2>{_items(summary.warnings)}</div>\n'
+        notices += f'<div class="notice" id="warnings"><h2>Mind</h2>{markup.items(summary.warnings)}</div>\n'
     return notices
 
 
 def _reason(summary: Summary) -> str:
     points = [point for point in summary.points if not point.startswith("The comparison was stopped")]
-    return _section("Why", "", f"<p>{_prose(summary.reason or 'No reason was recorded.')}</p>\n{_items(points)}")
+    return markup.section(
+        "Why", "", f"<p>{markup.prose(summary.reason or 'No reason was recorded.')}</p>\n{markup.items(points)}"
+    )
 
 
 _COLUMNS = (
@@ -193,12 +141,12 @@ _COLUMNS = (
 
 def _comparison(summary: Summary) -> str:
     if not summary.rows:
-        return _section("Comparison", "No strategy was run.", "")
+        return markup.section("Comparison", "No strategy was run.", "")
     looks = plots.styles([(row.name, row.codec) for row in summary.rows])
-    heads = "".join(f'<th scope="col">{_text(column)}</th>' for column in _COLUMNS)
+    heads = "".join(f'<th scope="col">{markup.text(column)}</th>' for column in _COLUMNS)
     rows, rest = split_rows(summary.rows)
     body = "".join(_table_row(row, looks[row.name]["color"]) for row in rows)
-    return _section(
+    return markup.section(
         "Comparison",
         "Medians over steps, on the same script with the same seed. Bytes are per step and rank. Strategies in italics "
         "were predicted, not run.",
@@ -212,9 +160,9 @@ def _more(rest: tuple[Row, ...]) -> str:
         return ""
     fastest_first = sorted(rest, key=lambda row: row.predicted_step_s or math.inf)
     body = "".join(
-        f'<tr class="predicted"><th scope="row">{_text(row.name)}</th>'
-        f"<td>{_text(tables.duration_text(row.predicted_step_s))}</td><td>{_text(tables.exposed_text(row))}</td>"
-        f"<td>{_text(tables.size_text(row.stated_bytes))}</td></tr>\n"
+        f'<tr class="predicted"><th scope="row">{markup.text(row.name)}</th>'
+        f"<td>{markup.text(tables.duration_text(row.predicted_step_s))}</td><td>{markup.text(tables.exposed_text(row))}</td>"
+        f"<td>{markup.text(tables.size_text(row.stated_bytes))}</td></tr>\n"
         for row in fastest_first
     )
     return (
@@ -242,8 +190,8 @@ def _table_row(row: Row, colour: str) -> str:
     tag = '<span class="tag">chosen</span>' if row.chosen else ""
     return (
         f'<tr class="{kind}"><th scope="row"><span class="swatch" style="background:{colour}"></span>'
-        f"{_text(row.name)}{tag}<small>{_text(row.verdict)}</small></th>"
-        f"{''.join(f'<td>{_text(cell)}</td>' for cell in cells)}</tr>\n"
+        f"{markup.text(row.name)}{tag}<small>{markup.text(row.verdict)}</small></th>"
+        f"{''.join(f'<td>{markup.text(cell)}</td>' for cell in cells)}</tr>\n"
     )
 
 
@@ -251,7 +199,7 @@ def _breakdown(record: TuneRecord, summary: Summary, figures: Figures) -> str:
     figure = plots.step_breakdown(record, split_rows(summary.rows)[0])
     if figure is None:
         return ""
-    return _section(
+    return markup.section(
         "Where a step's time goes",
         "Exposed communication is the time in which nothing is computed because gradients are on their way. "
         "The diamond is the step that was predicted before the run.",
@@ -262,7 +210,9 @@ def _breakdown(record: TuneRecord, summary: Summary, figures: Figures) -> str:
 def _losses(record: TuneRecord, summary: Summary, figures: Figures) -> str:
     by_time = plots.loss_curves(record, against="time")
     if by_time is None:
-        return _section("Does it still learn?", "No losses were seen in this run, so nothing is known about it.", "")
+        return markup.section(
+            "Does it still learn?", "No losses were seen in this run, so nothing is known about it.", ""
+        )
     lead = "Lower and further left is better. "
     if summary.loss_target is not None:
         lead += f"The dotted line is the loss that dense ends with, {summary.loss_target:.4g}. "
@@ -272,14 +222,14 @@ def _losses(record: TuneRecord, summary: Summary, figures: Figures) -> str:
     body = _figure(figures, "loss-time", by_time, "Loss against training time, per strategy") + _figure(
         figures, "loss-step", plots.loss_curves(record, against="step"), "Loss against step, per strategy"
     )
-    return _section("Does it still learn?", lead, f'<div class="pair">\n{body}</div>\n')
+    return markup.section("Does it still learn?", lead, f'<div class="pair">\n{body}</div>\n')
 
 
 def _predictions(record: TuneRecord, summary: Summary, figures: Figures) -> str:
     figure = plots.predicted_against_measured(record, summary.rows)
     if figure is None:
         return ""
-    return _section(
+    return markup.section(
         "Was the prediction right?",
         f"On the line it was; within the band it was off by at most {PREDICTION_BAND * 100:.0f} %. Above the line the "
         "step was faster than predicted, below it slower.",
@@ -291,7 +241,7 @@ def _bytes(record: TuneRecord, summary: Summary, figures: Figures) -> str:
     figure = plots.bytes_sent(record, split_rows(summary.rows)[0])
     if figure is None:
         return ""
-    return _section(
+    return markup.section(
         "What crosses the network",
         "Stated is what the strategy says a rank sends; counted on the wire has headers and retransmissions in it.",
         _figure(figures, "bytes", figure, "Bytes per step, per strategy"),
@@ -314,10 +264,10 @@ def _network(record: TuneRecord, figures: Figures) -> str:
         facts.append(("slowest pair", f"{slowest[1]} to {slowest[2]}: {format_rate(slowest[0])}"))
     figure = plots.link_matrix(fabric)
     lead = "Goodput from each host to each other, measured before the runs." if figure is not None else ""
-    return _section(
+    return markup.section(
         "The network under it",
         lead,
-        _facts(facts) + _figure(figures, "links", figure, "Goodput between all pairs of hosts", "narrow"),
+        markup.facts(facts) + _figure(figures, "links", figure, "Goodput between all pairs of hosts", "narrow"),
     )
 
 
@@ -332,7 +282,7 @@ def _use(record: TuneRecord, summary: Summary) -> str:
         return ""
     row = next(row for row in summary.rows if row.name == chosen.name)
     if chosen.strategy.codec == "dense" and chosen.name == "dense":
-        return _section(
+        return markup.section(
             "What to do",
             "Leave the script as it is: dense is what it sends without wirespeed.",
             "",
@@ -345,11 +295,12 @@ def _use(record: TuneRecord, summary: Summary) -> str:
         note=record.reason,
     )
     code = 'from wirespeed.train import attach\n\nattach(model, strategy="strategy.toml")  # model: after DDP(model)'
-    return _section(
+    return markup.section(
         f"How to use {chosen.name}",
         "Keep this as strategy.toml (tune has written it beside this report) and add one line to the script, "
         "after the model is wrapped in DistributedDataParallel.",
-        f"<h3>strategy.toml</h3><pre>{_text(strategy_text(held))}</pre>\n<h3>the script</h3><pre>{_text(code)}</pre>\n",
+        f"<h3>strategy.toml</h3><pre>{markup.text(strategy_text(held))}</pre>\n"
+        f"<h3>the script</h3><pre>{markup.text(code)}</pre>\n",
     )
 
 
@@ -366,13 +317,8 @@ def _origin(record: TuneRecord) -> str:
         ("git commit", environment.git_commit or "unknown"),
         ("made", record.created),
     ]
-    return _section(
+    return markup.section(
         "How this was measured",
         "The command makes it again.",
-        f"<pre>{_text(environment.command)}</pre>\n{_facts(facts)}",
+        f"<pre>{markup.text(environment.command)}</pre>\n{markup.facts(facts)}",
     )
-
-
-def _facts(facts: list[tuple[str, str]]) -> str:
-    lines = "".join(f'<tr><th scope="row">{_text(name)}</th><td>{_text(value)}</td></tr>\n' for name, value in facts)
-    return f'<div class="scroll"><table class="facts"><tbody>\n{lines}</tbody></table></div>\n'
