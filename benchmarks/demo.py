@@ -20,12 +20,10 @@ from statistics import median
 from typing import Any
 
 from _arms import Arena, Arm
-from _harness import Bar, finish
+from _harness import ATTEMPTS, QUIET_SHARE, Bar, finish
 
 SCRIPT = "examples/char_gpt.py"
 RATES = ("1gbit", "100mbit", "10gbit")
-QUIET_SHARE = 0.05
-ATTEMPTS = 3
 
 
 def tune(rate: str, fidelity: str, seed: int, *, steps: int, budget: str) -> dict[str, Any]:

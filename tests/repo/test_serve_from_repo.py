@@ -125,7 +125,7 @@ def test_eight_warmed_hosts_serve_their_first_request_without_the_store(
             set_alias(repository.store, "org/faces", "prod", 1)
             version = repository.version("org/faces@prod")
             peers += [Daemon("peer", tmp_path / f"p{at}", "-r", store.url) for at in range(NUM_HOSTS)]
-            warmed = wire.run(warm(version, [peer.address for peer in peers], alias="prod", deadline_s=60))
+            warmed = wire.run(warm(version, [peer.address for peer in peers], alias="prod", deadline_s=180))
             assert [host.progress.state for host in warmed.hosts] == ["whole"] * NUM_HOSTS
             assert sum(host.progress.store_bytes > 0 for host in warmed.hosts) == 1
             # The store is there, and every request to it is counted.
