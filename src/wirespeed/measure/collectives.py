@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
 from typing import get_args
@@ -318,14 +319,16 @@ def _projected_s(past: Sequence[tuple[int, float]], size_bytes: int) -> float:
 
 
 def _time_case(case: CheckedCollective, group: _Group, repeats: int, warmup: int) -> tuple[CollectiveSample, int]:
-    first_s = [_run(case, group, run)[0] for run in range(warmup)]
+    first_s = [_run(case, group, run).time_s for run in range(warmup)]
     (estimate_s,) = group.agree([first_s[-1]], dist.ReduceOp.MAX)
     count = max(MIN_RUNS, min(repeats, math.floor(CASE_BUDGET_S / max(estimate_s, 1e-9))))
     runs = [_run(case, group, warmup + run) for run in range(count)]
-    times_s = group.agree([time_s for time_s, _, _ in runs], dist.ReduceOp.MAX)
+    times_s = group.agree([run.time_s for run in runs], dist.ReduceOp.MAX)
     # The kernel counts in ticks of some milliseconds: only the mean over runs is finer than that.
-    (cpu_s,) = group.agree([fmean([cpu for _, cpu, _ in runs])], dist.ReduceOp.SUM)
-    (correct,) = group.agree([float(all(is_right for _, _, is_right in runs))], dist.ReduceOp.MIN)
+    spent = [fmean(parts) for parts in zip(*((run.own_s, run.packets_s, run.busy_s) for run in runs), strict=True)]
+    own_s, packets_s, busy_s = group.agree(spent, dist.ReduceOp.SUM)
+    cpu_s = max(own_s, min(own_s + packets_s, busy_s))
+    (correct,) = group.agree([float(all(run.is_right for run in runs))], dist.ReduceOp.MIN)
     sample = CollectiveSample(
         collective=case.collective,
         size_bytes=case.size_bytes,
@@ -337,25 +340,48 @@ def _time_case(case: CheckedCollective, group: _Group, repeats: int, warmup: int
     return sample, warmup + count
 
 
-def _run(case: CheckedCollective, group: _Group, run: int) -> tuple[float, float, bool]:
-    """One run: seconds, CPU seconds of this rank, and whether the result was right."""
+@dataclass(frozen=True)
+class _Run:
+    """One run of one rank. ``packets_s`` and ``busy_s`` are this rank's share of what its machine spent meanwhile.
+
+    A collective costs the cores what its processes compute, and what the kernel does on packets beside them: at 1
+    Gbit/s between four hosts of a lab that is more than all processes take together. Neither sum of these is it. Many
+    kernels (without CONFIG_IRQ_TIME_ACCOUNTING) count packets that a process sends on the spot as its own time too, so
+    ``own_s + packets_s`` counts those twice; ``busy_s`` counts what others compute. Both are too much, and the smaller
+    is taken.
+    """
+
+    time_s: float
+    own_s: float
+    packets_s: float
+    busy_s: float
+    is_right: bool
+
+
+def _run(case: CheckedCollective, group: _Group, run: int) -> _Run:
     case.fill(run)
     group.meet()
-    packets_start_s, own_start_s = _packets_s(), time.process_time()
+    before, own_start_s = psutil.cpu_times(), time.process_time()
     start_ns = time.monotonic_ns()
     case.issue()
     group.synchronize()
     end_ns = time.monotonic_ns()
-    own_s = time.process_time() - own_start_s
-    packets_s = (_packets_s() - packets_start_s) / group.ranks_per_machine
-    return (end_ns - start_ns) / 1e9, own_s + packets_s, case.is_right(run)
+    own_s, after = time.process_time() - own_start_s, psutil.cpu_times()
+    packets_s = _seconds(after, _PACKETS) - _seconds(before, _PACKETS)
+    busy_s = _seconds(after, _BUSY) - _seconds(before, _BUSY)
+    return _Run(
+        time_s=(end_ns - start_ns) / 1e9,
+        own_s=own_s,
+        packets_s=packets_s / group.ranks_per_machine,
+        busy_s=busy_s / group.ranks_per_machine,
+        is_right=case.is_right(run),
+    )
 
 
-def _packets_s() -> float:
-    """CPU seconds that this machine's kernel has spent in interrupts: passing packets on.
+_PACKETS = ("irq", "softirq")
+_BUSY = ("user", "nice", "system", *_PACKETS)
 
-    A process's own CPU time misses it, and at 1 Gbit/s between four hosts of a lab it is more than all processes take
-    together. Packets of others count too; what other processes compute does not.
-    """
-    now = psutil.cpu_times()
-    return float(getattr(now, "softirq", 0.0) + getattr(now, "irq", 0.0))
+
+def _seconds(times: object, names: Sequence[str]) -> float:
+    """CPU seconds of this machine of these kinds; those that the system does not count are 0."""
+    return sum(float(getattr(times, name, 0.0)) for name in names)
