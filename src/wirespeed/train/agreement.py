@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from wirespeed.errors import DataError
+from wirespeed.train.lanes import peer_failures
 
 VARIABLE = "WIRESPEED_CHECK"
 
@@ -30,7 +31,8 @@ def check_agreement(module: torch.nn.Module, group: dist.ProcessGroup, device: t
         digest.update(content.numpy().data)
     mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
+    with peer_failures():
+        dist.all_gather(every, mine, group=group)
     names = [tuple(held.tolist()) for held in every]
     others = [rank for rank, name in enumerate(names) if name != names[0]]
     if others:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import threading
 import warnings
 from collections import deque
@@ -27,7 +28,7 @@ from wirespeed.train.codecs import make_codec, warm_up
 from wirespeed.train.codecs.base import Codec, Message
 from wirespeed.train.codecs.hierarchical import HierarchicalCodec
 from wirespeed.train.hosts import HostLayout, host_layout
-from wirespeed.train.lanes import Exchange, Lanes, as_peer_failure
+from wirespeed.train.lanes import Exchange, Lanes, as_peer_failure, peer_failures
 from wirespeed.train.report import BucketTimes
 from wirespeed.train.residuals import Residuals
 from wirespeed.train.undo import Undo
@@ -85,6 +86,12 @@ class Exchanger:
     def failure(self) -> Exception | None:
         """What ended the exchange, if anything did. It stays: nothing can be exchanged afterwards."""
         return self._failure if self._lanes is None or self._failure is not None else self._lanes.failure
+
+    @property
+    def timeout_s(self) -> float:
+        """Of the process group: for how long a rank waits for the others. Infinite where the backend does not tell."""
+        timeout = _timeout_of(self.group)
+        return math.inf if timeout is None else timeout.total_seconds()
 
     @property
     def own_group_name(self) -> str:
@@ -207,20 +214,28 @@ class Exchanger:
         return future
 
     def all_reduce(self, values: Tensor) -> torch.futures.Future[Tensor]:
-        """Average as DDP does: divide, then one all_reduce in the values' own type."""
+        """Average as DDP does: divide, then one all_reduce in the values' own type. Failures as in ``average``."""
         size_bytes = values.numel() * values.element_size()
         self._count(_DENSE, size_bytes // 4, None)
         values.div_(self.num_ranks)
         group = self.own_group if self.strategy.schedule == "async" else self.group
-        work = dist.all_reduce(values, group=group, async_op=True)
         watched = self.undo if self.undo.is_on else None
 
-        def done(finished: torch.futures.Future[list[Tensor]]) -> Tensor:
-            result = finished.value()[0]
+        def done(arrived: torch.futures.Future[list[Tensor]]) -> Tensor:
+            try:
+                result = arrived.value()[0]
+            except Exception as fault:  # raised from here, it would come out of DDP's reducer as something else
+                self.fail(fault)
+                return values
             if watched is not None:
                 watched.look_at(result)
             return result
 
+        try:
+            work = dist.all_reduce(values, group=group, async_op=True)
+        except RuntimeError as fault:
+            self.fail(fault)
+            return finished(values)
         future: torch.futures.Future[Tensor] = work.get_future().then(done)
         return future
 
@@ -257,7 +272,8 @@ class Exchanger:
     def _hosts(self) -> HostLayout:
         """Which ranks share a host; asked once."""
         if self._layout is None:
-            self._layout = host_layout(self.group, self.device)
+            with peer_failures():
+                self._layout = host_layout(self.group, self.device)
             self._dense_sizes.clear()
             self._asked_at_bytes, self.stated_nic_bytes = self.stated_bytes, 0
         if len(self._layout.hosts) == 1:
@@ -302,9 +318,10 @@ def new_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _group_of(ranks: list[int], *, like: dist.ProcessGroup) -> dist.ProcessGroup:
     is_world = len(ranks) == dist.get_world_size()
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=_timeout_of(like), backend=dist.get_backend(like), use_local_synchronization=not is_world
-    )
+    with peer_failures():
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=_timeout_of(like), backend=dist.get_backend(like), use_local_synchronization=not is_world
+        )
     return group
 
 

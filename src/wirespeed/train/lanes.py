@@ -13,6 +13,7 @@ reducer reads the future's value.)
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -130,3 +131,15 @@ def as_peer_failure(fault: Exception) -> Exception:
             hint="a rank died or its link went down; see the output of the other ranks for the first error",
         )
     return fault
+
+
+@contextlib.contextmanager
+def peer_failures() -> Iterator[None]:
+    """For collectives outside of the lanes: what the backend raises inside is told as ``as_peer_failure`` tells it."""
+    try:
+        yield
+    except RuntimeError as fault:
+        told = as_peer_failure(fault)
+        if told is fault:
+            raise
+        raise told from fault

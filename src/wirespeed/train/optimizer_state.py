@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wirespeed.errors import UsageError
 from wirespeed.train.exchanger import Exchanger
+from wirespeed.train.lanes import peer_failures
 
 
 def average_state(optimizers: Iterable[torch.optim.Optimizer], module: torch.nn.Module, exchanger: Exchanger) -> None:
@@ -25,7 +26,8 @@ def average_state(optimizers: Iterable[torch.optim.Optimizer], module: torch.nn.
     tensors = list(_state_of(list(optimizers), module))
     num_elements = sum(tensor.numel() for tensor in tensors)
     extent = torch.tensor([num_elements, -num_elements], dtype=torch.int64, device=exchanger.device)
-    dist.all_reduce(extent, op=dist.ReduceOp.MIN, group=exchanger.group)
+    with peer_failures():
+        dist.all_reduce(extent, op=dist.ReduceOp.MIN, group=exchanger.group)
     if int(extent[0]) != -int(extent[1]):
         raise UsageError(
             f"the optimizers of some ranks hold {int(extent[0])} numbers and those of others {-int(extent[1])}",
@@ -36,6 +38,7 @@ def average_state(optimizers: Iterable[torch.optim.Optimizer], module: torch.nn.
         return
     flat = torch.cat([tensor.detach().flatten().to(exchanger.device, torch.float32) for tensor in tensors])
     exchanger.all_reduce(flat).wait()
+    exchanger.raise_failure()
     with torch.no_grad():
         for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))

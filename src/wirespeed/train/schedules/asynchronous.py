@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ class Asynchronous:
         self._is_ending = False
         """Whether this rank waits for all others to have handed in all they have."""
         self._is_stopping = False
+        self._asks_since_s: float | None = None
+        """Since when the rounds' thread has waited for an answer of the store."""
         self._thread: threading.Thread | None = None
         self._rounds = itertools.count()
         self._has_trained = False
@@ -134,11 +137,9 @@ class Asynchronous:
             self._has_moved = self._has_returned = False
         buffers = averaged_buffers(self._ddp.module)
         if buffers:
-            try:
-                write_flat(buffers, self._exchanger.all_reduce(flatten(buffers)).wait())
-            except RuntimeError as fault:
-                self._exchanger.fail(fault)
-                self._exchanger.raise_failure()
+            averaged = self._exchanger.all_reduce(flatten(buffers)).wait()
+            self._exchanger.raise_failure()
+            write_flat(buffers, averaged)
 
     def close(self) -> None:
         """Stop the rounds and let DDP broadcast buffers again. Parameters stay as they are."""
@@ -216,9 +217,21 @@ class Asynchronous:
         self._changed.notify_all()
 
     def _wait(self) -> None:
-        """Until something has changed. Each collective of a round ends by the process group's own time-out."""
+        """Until something has changed.
+
+        Each collective of a round ends by the process group's own time-out; the store, which has none, by ours.
+        """
         self._exchanger.raise_failure()
         self._changed.wait(0.5)
+        asks_since_s, timeout_s = self._asks_since_s, self._exchanger.timeout_s
+        if asks_since_s is not None and time.monotonic() - asks_since_s > timeout_s:
+            self._exchanger.fail(
+                PeerFailure(
+                    f"the store of the process group has not answered for {timeout_s:g} s",
+                    hint="it is rank 0's, or the launcher's on the first host: a rank died there, hangs, or its link "
+                    "went down",
+                )
+            )
         self._exchanger.raise_failure()
 
     # ---------------------------------------------------------------- in the rounds' thread
@@ -226,6 +239,7 @@ class Asynchronous:
     def _work(self) -> None:
         num_missed, num_ending = 0, 0
         try:
+            self._asks_since_s = time.monotonic()
             store = own_store()
             for number in self._rounds:
                 if not self._wait_for_round(store, number, num_missed, num_ending):
@@ -248,6 +262,7 @@ class Asynchronous:
                     return False
                 is_ready, is_idle = self._is_posted, self._is_ending and not self._is_posted
                 is_old = self._num_local + self._num_sent >= max(1, self._staleness // 2)
+            self._asks_since_s = time.monotonic()
             if not has_begun:
                 if is_ready and not is_announced:
                     is_announced = True
@@ -260,7 +275,9 @@ class Asynchronous:
                     before = f"wirespeed/async/{self._exchanger.own_group_name}/{number - 1}"
                     store.delete_key(f"{before}/ready")
                     store.delete_key(f"{before}/begun")
+                self._asks_since_s = None
                 return True
+            self._asks_since_s = None
             with self._changed:
                 if self._is_posted == is_ready and not self._is_stopping:
                     self._changed.wait(POLL_S)

@@ -174,19 +174,17 @@ class Periodic:
         if self._fragments is None:
             self._part()
         assert self._fragments is not None
-        try:
-            futures = [self._send(fragment) for fragment in self._fragments]
-            buffers = averaged_buffers(self._ddp.module)
-            buffers_future = self._exchanger.all_reduce(flatten(buffers)) if buffers else None
-            for fragment, future in zip(self._fragments, futures, strict=True):
-                future.wait()
-                self._exchanger.raise_failure()
-                self._apply(fragment)
-            if buffers_future is not None:
-                write_flat(buffers, buffers_future.wait())
-        except RuntimeError as fault:
-            self._exchanger.fail(fault)
+        futures = [self._send(fragment) for fragment in self._fragments]
+        buffers = averaged_buffers(self._ddp.module)
+        buffers_future = self._exchanger.all_reduce(flatten(buffers)) if buffers else None
+        for fragment, future in zip(self._fragments, futures, strict=True):
+            future.wait()
             self._exchanger.raise_failure()
+            self._apply(fragment)
+        if buffers_future is not None:
+            averaged = buffers_future.wait()
+            self._exchanger.raise_failure()
+            write_flat(buffers, averaged)
 
     def _send(self, fragment: Fragment) -> torch.futures.Future[Tensor]:
         fragment.read()
