@@ -24,6 +24,13 @@ from wirespeed.lab.shaping import shape_of
         ("8x1gbit/s/4racks", LabSpec(hosts=8, rate_bit_per_s=1e9, racks=4)),
         ("4x1gbit+1ms", LabSpec(hosts=4, rate_bit_per_s=1e9, delay_s=0.001)),
         ("2x100mbit~0.1%", LabSpec(hosts=2, rate_bit_per_s=100e6, loss=0.001)),
+        ("4x200mbit@26", LabSpec(hosts=4, rate_bit_per_s=200e6, first_dscp=26)),
+        (
+            "4x1gbit/2racks:1gbit+1ms~1%@46",
+            LabSpec(
+                hosts=4, rate_bit_per_s=1e9, racks=2, uplink_bit_per_s=1e9, delay_s=0.001, loss=0.01, first_dscp=46
+            ),
+        ),
         (
             "6x1gbit/3racks:500mbit+2ms~1%",
             LabSpec(hosts=6, rate_bit_per_s=1e9, racks=3, uplink_bit_per_s=500e6, delay_s=0.002, loss=0.01),
@@ -39,7 +46,7 @@ def test_a_spec_is_read_from_one_word(text: str, spec: LabSpec) -> None:
     [
         "", "4", "x1gbit", "4x", "0x1gbit", "-1x1gbit", "201x1gbit", "4x1", "4x0gbit", "4x1gbit+", "4x1gbit~",
         "4x1gbit/2racks:", "4x1gbit/0racks", "4x1gbit/5racks", "4x1gbit/1racks:1gbit", "4x1gbit+1", "4x1gbit~100%",
-        "4x1gbit+9s", "4x99gbit", "4x1kbit", "4x1gbit/2racks:1kbit", "4x1gbit~1%+1ms", "9" * 30 + "x1gbit",
+        "4x1gbit@", "4x1gbit@0", "4x1gbit@64", "4x1gbit@26+1ms", "4x1gbit@first", "4x1gbit+9s", "4x99gbit", "4x1kbit", "4x1gbit/2racks:1kbit", "4x1gbit~1%+1ms", "9" * 30 + "x1gbit",
     ],
 )  # fmt: skip
 def test_a_spec_that_makes_no_lab_is_refused(text: str) -> None:

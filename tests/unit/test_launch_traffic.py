@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from wirespeed.errors import MissingCapability
-from wirespeed.launch.traffic import mark_sockets, process_tree
+from wirespeed.launch.traffic import mark_sockets, packed_address, process_tree
 
 CHILD = """
 import socket, sys
@@ -93,3 +93,30 @@ def test_the_tree_of_a_process_holds_its_descendants():
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def test_only_connections_to_the_given_peers_are_marked_and_0_takes_the_mark_away():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.2", 0)) as other:
+        near = socket.create_connection(server.getsockname())
+        far = socket.create_connection(other.getsockname())
+        with near, far:
+
+            def marks():
+                return [
+                    (
+                        held.getsockopt(socket.IPPROTO_IP, socket.IP_TOS),
+                        held.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY),
+                    )
+                    for held in (near, far, server)
+                ]
+
+            done = mark_sockets(26, [os.getpid()], loopback=True, peers={packed_address("127.0.0.2")})
+            assert (done.num_new, done.num_marked) == (1, 1)
+            assert marks() == [(0, 0), (26 << 2, 4), (0, 0)]
+            mark_sockets(0, [os.getpid()], loopback=True, peers={packed_address("127.0.0.2")})
+            assert marks() == [(0, 0)] * 3
+
+
+def test_an_ipv4_address_is_packed_as_the_kernel_maps_it():
+    assert packed_address("10.77.0.2") == bytes(10) + b"\xff\xff\x0a\x4d\x00\x02"
+    assert packed_address("fe80::1%eth0") == b"\xfe\x80" + bytes(13) + b"\x01"

@@ -33,6 +33,9 @@ def up(
     uplink: Annotated[str | None, typer.Option(help="Each rack's link to the spine; default: not shaped.")] = None,
     delay: Annotated[str, typer.Option(help='Added once on each way from host to host: "1ms".')] = "0s",
     loss: Annotated[str, typer.Option(help='Chance that a frame is lost: "0.1%".')] = "0",
+    first_dscp: Annotated[
+        int | None, typer.Option("--first-dscp", help="Frames with this DSCP leave every link before others: 26.")
+    ] = None,
     name: Annotated[str | None, typer.Option("--name", "-n", help="The lab's name; default: a unique one.")] = None,
 ) -> None:
     """Make a lab that stays until `lab down`."""
@@ -58,6 +61,7 @@ def up(
             uplink_bit_per_s=None if uplink is None else units.parse_rate(uplink),
             delay_s=units.parse_duration(delay),
             loss=units.parse_ratio(loss),
+            first_dscp=first_dscp,
             name=name,
         )
     with terminable():
@@ -211,8 +215,12 @@ def _print_status(one: Status) -> None:
     if one.delay_by != "none":
         by = "netem" if one.delay_by == "netem" else "a line in user space"
         title += f", delay {units.format_duration(spec.delay_s)} and loss {units.format_percent(spec.loss)} by {by}"
+    has_classes = spec.first_dscp is not None
+    if has_classes:
+        title += f", DSCP {spec.first_dscp} first"
     table = Table(title=title, title_justify="left")
-    for column in ("host", "rack", "address", "link", "sends", "receives", "processes"):
+    first = ("sent first", "sent after") if has_classes else ()
+    for column in ("host", "rack", "address", "link", "sends", "receives", *first, "processes"):
         table.add_column(column)
     for host in one.hosts:
         link = "up" if host.is_up else "down"
@@ -221,7 +229,8 @@ def _print_status(one: Status) -> None:
         rates = [
             "?" if rate is None else units.format_rate(rate) for rate in (host.sends_bit_per_s, host.receives_bit_per_s)
         ]
-        table.add_row(host.name, str(host.rack), host.address, link, *rates, str(len(host.processes)))
+        sent = [] if host.sent_by_class is None else [units.format_size(num) for num in host.sent_by_class]
+        table.add_row(host.name, str(host.rack), host.address, link, *rates, *sent, str(len(host.processes)))
     console = Console()
     console.print(table)
     for note in one.notes:

@@ -79,6 +79,9 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     receives_bit_per_s: float | None
     partitioned_from: tuple[str, ...] = ()
     processes: tuple[int, ...] = ()
+    sent_by_class: tuple[int, int] | None = None
+    """Bytes since the lab is up in the first class and in the rest; None in a lab without classes."""
+    received_by_class: tuple[int, int] | None = None
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,9 +77,13 @@ class Faults:
             self._partitions.remove(pair)
 
     def host_status(
-        self, host: str, rates: tuple[float | None, float | None], processes: tuple[int, ...]
+        self,
+        host: str,
+        rates: tuple[float | None, float | None],
+        processes: tuple[int, ...],
+        by_class: tuple[tuple[int, int], tuple[int, int]] | None,
     ) -> HostStatus:
-        """A host with its faults, its rates (as read back: sending, receiving) and its processes."""
+        """A host with its faults, its rates (as read back: sending, receiving), its processes and its classes."""
         link = self._wiring.links[host]
         sends, receives = rates
         apart = [next(iter(pair - {host})) for pair in self._partitions if host in pair]
@@ -92,4 +96,6 @@ class Faults:
             receives_bit_per_s=receives,
             partitioned_from=tuple(sorted(apart)),
             processes=processes,
+            sent_by_class=None if by_class is None else by_class[0],
+            received_by_class=None if by_class is None else by_class[1],
         )

@@ -210,7 +210,7 @@ class Keeper:
         for pid in processes.find(processes.is_in_network(frozenset(inodes))):
             with contextlib.suppress(OSError):
                 found.setdefault(os.stat(f"/proc/{pid}/ns/net").st_ino, []).append(pid)
-        rates = wiring.read_rates()
+        rates, by_class = wiring.read_rates(), wiring.read_classes()
         return control.Status(
             name=self.order.name,
             spec=self.order.spec,
@@ -218,7 +218,7 @@ class Keeper:
             rootless=self.rootless,
             delay_by="netem" if wiring.uses_netem else "line" if wiring.uses_line else "none",
             hosts=tuple(
-                self.faults.host_status(name, rates[name], tuple(sorted(found.get(inode, ()))))
+                self.faults.host_status(name, rates[name], tuple(sorted(found.get(inode, ()))), by_class.get(name))
                 for inode, name in inodes.items()
             ),
             notes=tuple(wiring.notes),

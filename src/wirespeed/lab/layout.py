@@ -27,10 +27,11 @@ HEADER_EFFICIENCY = 1448 / 1514
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 _SPEC = re.compile(
-    r"(?P<hosts>\d+)\s*x\s*(?P<rate>[^/+~:]+?(?:/s)?)"
-    r"(?:/(?P<racks>\d+)racks?(?::(?P<uplink>[^+~:]+))?)?"
-    r"(?:\+(?P<delay>[^~]+))?"
-    r"(?:~(?P<loss>.+))?"
+    r"(?P<hosts>\d+)\s*x\s*(?P<rate>[^/+~:@]+?(?:/s)?)"
+    r"(?:/(?P<racks>\d+)racks?(?::(?P<uplink>[^+~:@]+))?)?"
+    r"(?:\+(?P<delay>[^~@]+))?"
+    r"(?:~(?P<loss>[^@]+))?"
+    r"(?:@(?P<first>\d{1,3}))?"
 )
 
 
@@ -49,7 +50,8 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``rate_bit_per_s`` is each host's link, in both directions. ``uplink_bit_per_s`` is the link of each rack
     to the spine, in both directions; None leaves it as fast as the kernel is. ``delay_s`` is added once to
     every frame on its way from one host to another (so a round trip grows by twice that), ``loss`` is the
-    chance that such a frame is dropped. ``name`` None stands for a unique, generated name.
+    chance that such a frame is dropped. ``first_dscp``: frames with this DSCP leave every link before others
+    (see classes.py); None: one queue for all. ``name`` None stands for a unique, generated name.
     """
 
     hosts: int
@@ -58,6 +60,7 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
     uplink_bit_per_s: float | None = None
     delay_s: float = 0.0
     loss: float = 0.0
+    first_dscp: int | None = None
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -76,20 +79,22 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"got a delay of {self.delay_s} s", expected=f"0 to {MAX_DELAY_S:g} s")
         if not 0 <= self.loss < 1:
             raise UsageError(f"got a loss of {self.loss}", expected="at least 0 and below 1")
+        if self.first_dscp is not None and not 1 <= self.first_dscp <= 63:
+            raise UsageError(f"got DSCP {self.first_dscp} to go first", expected="1 to 63; 0 is what carries no mark")
         if self.name is not None:
             check_name(self.name)
 
     @classmethod
     def parse(cls, text: str) -> LabSpec:
-        """A spec from one word: ``HOSTSxRATE[/Nracks[:UPLINK]][+DELAY][~LOSS]``.
+        """A spec from one word: ``HOSTSxRATE[/Nracks[:UPLINK]][+DELAY][~LOSS][@DSCP]``.
 
-        ``4x1gbit``, ``8x200mbit/2racks:100mbit``, ``4x1gbit+1ms``, ``2x100mbit+20ms~0.1%``.
+        ``4x1gbit``, ``8x200mbit/2racks:100mbit``, ``4x1gbit+1ms``, ``2x100mbit+20ms~0.1%``, ``4x200mbit@26``.
         """
         match = _SPEC.fullmatch(text.strip())
         if match is None:
             raise UsageError(
                 f"got lab {text!r}",
-                expected="HOSTSxRATE[/Nracks[:UPLINK]][+DELAY][~LOSS]",
+                expected="HOSTSxRATE[/Nracks[:UPLINK]][+DELAY][~LOSS][@DSCP]",
                 hint="such as 4x1gbit or 8x200mbit/2racks:100mbit+1ms",
             )
         uplink, delay, loss = match["uplink"], match["delay"], match["loss"]
@@ -100,6 +105,7 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True):
             uplink_bit_per_s=None if uplink is None else units.parse_rate(uplink),
             delay_s=0.0 if delay is None else units.parse_duration(delay),
             loss=0.0 if loss is None else units.parse_ratio(loss),
+            first_dscp=None if match["first"] is None else int(match["first"]),
         )
 
 

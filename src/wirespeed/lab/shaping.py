@@ -1,5 +1,7 @@
 """Give a link a rate: tbf on a device, its burst and segment sizes, and the check that the kernel took them.
 
+A link with traffic classes has htb in its place, with the same numbers (see classes.py).
+
 A burst lets that many bytes pass unshaped after a pause; every segment costs timers and soft interrupts, on the cores
 that the ranks compute on. Measured on kernel 6.18 (veth, bridge, 2 cores of a virtual machine) at 1 Gbit/s, four hosts,
 all_to_all of 4 MiB, beside single messages of 1 and 16 MiB between two hosts as shares of what the rate allows:
@@ -22,6 +24,7 @@ import msgspec
 
 from wirespeed import units
 from wirespeed.errors import InternalError, MissingCapability
+from wirespeed.lab import classes
 
 ROOT_HANDLE = 0x10000
 NETEM_HANDLE = 0x20000
@@ -59,10 +62,16 @@ def shape_of(rate_bit_per_s: float) -> Shape:
     )
 
 
-def set_rate(netlink: Any, device: int, shape: Shape, *, change: bool = False) -> None:
-    """Shape what leaves ``device`` (an index in ``netlink``'s namespace). ``check_rates`` has the last word."""
+def set_rate(netlink: Any, device: int, shape: Shape, *, change: bool = False, first_dscp: int | None = None) -> None:
+    """Shape what leaves ``device`` (an index in ``netlink``'s namespace). ``check_rates`` has the last word.
+
+    ``first_dscp``: frames with it leave first; None: one queue.
+    """
     from pyroute2.netlink.exceptions import NetlinkError
 
+    if first_dscp is not None:
+        classes.set_classes(netlink, device, shape, first_dscp, change=change)
+        return
     try:
         netlink.tc(
             "change" if change else "add",
@@ -83,11 +92,16 @@ def set_rate(netlink: Any, device: int, shape: Shape, *, change: bool = False) -
 
 def read_rates(netlink: Any) -> dict[int, float]:
     """The rates in bit/s that the kernel gives to what leaves each shaped device of a namespace, by index."""
-    return {
-        qdisc["index"]: float(qdisc.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"] * 8)
-        for qdisc in netlink.get_qdiscs()
-        if qdisc.get_attr("TCA_KIND") == "tbf"
-    }
+    rates = {}
+    for qdisc in netlink.get_qdiscs():
+        kind, device = qdisc.get_attr("TCA_KIND"), qdisc["index"]
+        if kind == "tbf":
+            rates[device] = float(qdisc.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"] * 8)
+        elif kind == "htb":
+            rate = classes.read_link_rate(netlink, device)
+            if rate is not None:
+                rates[device] = rate
+    return rates
 
 
 def check_rates(netlink: Any, wanted: Mapping[int, Shape]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from wirespeed.errors import MissingCapability
-from wirespeed.lab import layout, namespaces, shaping
+from wirespeed.lab import classes, layout, namespaces, shaping
 from wirespeed.system import free_port
 
 _UP = {"state": "up"}
@@ -93,7 +93,7 @@ class Wiring:
     def _shape(self, netlink: Any, device: int, rate_bit_per_s: float) -> None:
         """Shape a device of the lab's own namespace; ``build`` reads all of them back at once."""
         self._shapes[device] = shaping.shape_of(rate_bit_per_s)
-        shaping.set_rate(netlink, device, self._shapes[device])
+        shaping.set_rate(netlink, device, self._shapes[device], first_dscp=self.spec.first_dscp)
 
     def _make_host(self, netlink: Any, index: int, host: layout.LabHost, bridge: int, scratch: Path) -> None:
         net, mnt, uts = self._make_namespaces(host, scratch)
@@ -107,9 +107,11 @@ class Wiring:
             inner.addr("add", index=device, address=host.address, prefixlen=layout.PREFIX_LENGTH)
             inner.link("set", index=device, **_UP)
             shape = shaping.shape_of(self.spec.rate_bit_per_s)
-            shaping.set_rate(inner, device, shape)
+            shaping.set_rate(inner, device, shape, first_dscp=self.spec.first_dscp)
             shaping.check_rates(inner, {device: shape})
-            if wants_impairment and not self.uses_line:
+            if wants_impairment and self.spec.first_dscp is not None:
+                self.uses_line = True  # netem would have to stand once under each class
+            elif wants_impairment and not self.uses_line:
                 self.uses_netem = shaping.add_netem(
                     inner, device, delay_s=self.spec.delay_s, loss=self.spec.loss,
                     rate_bit_per_s=self.spec.rate_bit_per_s,
@@ -164,10 +166,10 @@ class Wiring:
         link = self.links[host]
         shape = shaping.shape_of(rate_bit_per_s)
         with _netlink() as netlink:
-            shaping.set_rate(netlink, link.port, shape, change=True)
+            shaping.set_rate(netlink, link.port, shape, change=True, first_dscp=self.spec.first_dscp)
             shaping.check_rates(netlink, {link.port: shape})
         with namespaces.inside(link.net, self._net), _netlink() as inner:
-            shaping.set_rate(inner, link.device, shape, change=True)
+            shaping.set_rate(inner, link.device, shape, change=True, first_dscp=self.spec.first_dscp)
             shaping.check_rates(inner, {link.device: shape})
 
     def has_uplink(self, rack: str) -> bool:
@@ -179,7 +181,7 @@ class Wiring:
         shape = shaping.shape_of(rate_bit_per_s)
         with _netlink() as netlink:
             for device in self._uplinks[rack]:
-                shaping.set_rate(netlink, device, shape, change=True)
+                shaping.set_rate(netlink, device, shape, change=True, first_dscp=self.spec.first_dscp)
             shaping.check_rates(netlink, dict.fromkeys(self._uplinks[rack], shape))
 
     def read_rates(self) -> dict[str, tuple[float | None, float | None]]:
@@ -191,6 +193,18 @@ class Wiring:
             with namespaces.inside(link.net, self._net), _netlink() as inner:
                 rates[name] = (shaping.read_rates(inner).get(link.device), received.get(link.port))
         return rates
+
+    def read_classes(self) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        """By host: bytes sent and bytes received, each in the first class and in the rest. Empty without classes."""
+        if self.spec.first_dscp is None:
+            return {}
+        found = {}
+        with _netlink() as netlink:
+            for name, link in self.links.items():
+                received = classes.read_sent_bytes(netlink, link.port)
+                with namespaces.inside(link.net, self._net), _netlink() as inner:
+                    found[name] = (classes.read_sent_bytes(inner, link.device), received)
+        return found
 
     def set_partition(self, host: str, other: str, *, cut: bool) -> None:
         """Drop, silently, every frame between two hosts, or let them pass again.

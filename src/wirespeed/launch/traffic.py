@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from wirespeed.errors import MissingCapability
@@ -33,17 +33,20 @@ class Marked:
     num_marked: int
 
 
-def mark_sockets(dscp: int, pids: Iterable[int], *, loopback: bool = False) -> Marked:
-    """Mark the TCP sockets of the processes. Those that have ended meanwhile are passed over.
+def mark_sockets(
+    dscp: int, pids: Iterable[int], *, loopback: bool = False, peers: Collection[bytes] | None = None
+) -> Marked:
+    """Mark the TCP sockets of the processes. Those that have ended meanwhile are passed over. 0 takes a mark away.
 
-    ``loopback``: also mark connections within this host (for tests). Raises MissingCapability where the kernel does not
-    let this process reach the sockets of another.
+    ``loopback``: also mark connections within this host (for tests). ``peers``: only connections to these addresses, 16
+    bytes each as ``packed_address`` gives them; None: all, and listening sockets too. Raises MissingCapability where
+    the kernel does not let this process reach the sockets of another.
     """
     num_new = num_marked = 0
     for pid in pids:
         for held in _sockets_of(pid):
             with held:
-                done = _mark(held, dscp, loopback=loopback)
+                done = _mark(held, dscp, loopback=loopback) if _is_to(held, peers) else None
                 num_new += done is True
                 num_marked += done is not None
     return Marked(num_new=num_new, num_marked=num_marked)
@@ -60,6 +63,23 @@ def process_tree(pid: int) -> tuple[int, ...]:
                 with contextlib.suppress(OSError), open(f"/proc/{one}/task/{task}/children", encoding="ascii") as file:
                     left += [int(number) for number in file.read().split()]
     return tuple(found)
+
+
+def packed_address(address: str) -> bytes:
+    """The 16 bytes of an IPv6 address, or of an IPv4 address as one."""
+    bare = address.partition("%")[0]
+    return socket.inet_pton(socket.AF_INET6, bare if ":" in bare else f"::ffff:{bare}")
+
+
+def _is_to(held: socket.socket, peers: Collection[bytes] | None) -> bool:
+    if peers is None:
+        return True
+    if held.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    try:
+        return packed_address(held.getpeername()[0]) in peers
+    except OSError:  # not connected
+        return False
 
 
 def _mark(held: socket.socket, dscp: int, *, loopback: bool) -> bool | None:
@@ -85,7 +105,9 @@ def _mark(held: socket.socket, dscp: int, *, loopback: bool) -> bool | None:
                 held.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, wanted)
         # After IP_TOS, which sets a priority of its own making.
         held.setsockopt(
-            socket.SOL_SOCKET, socket.SO_PRIORITY, _PRIORITY_HIGH if dscp in (_EF, _CS6) else _PRIORITY_NORMAL
+            socket.SOL_SOCKET,
+            socket.SO_PRIORITY,
+            0 if dscp == 0 else _PRIORITY_HIGH if dscp in (_EF, _CS6) else _PRIORITY_NORMAL,
         )
     except OSError:
         return None  # it was closed, or is of a kind that has no such option

@@ -20,6 +20,7 @@ from wirespeed.spec.strategy_file import read_strategy_text
 from wirespeed.train.registry import session_of, start_session
 from wirespeed.train.session import Session
 from wirespeed.train.trace import read_directive
+from wirespeed.train.traffic import wanted_dscp
 
 if TYPE_CHECKING:
     from wirespeed.fabric.topology import Fabric
@@ -35,6 +36,7 @@ def attach(
     fabric: Fabric | str | Path | None = None,
     fidelity: Fidelity = "half",
     scaler: Any = None,
+    dscp: int | None = None,
 ) -> Session:
     """Send this model's gradients with a strategy from now on. The training loop does not change.
 
@@ -45,6 +47,7 @@ def attach(
     gradients at most (``exact``, ``half``, ``compressed``, ``lossy``); a strategy named outright is not limited by it.
     ``scaler``: the ``torch.amp.GradScaler`` that steps the optimizer, so that residuals are kept unscaled. Without it
     the scaler is found at the first step that it lets through; give it where a run has to resume bit by bit.
+    ``dscp``: a mark, 0 to 63, for the job's TCP connections between hosts; None takes WIRESPEED_DSCP, if that is set.
 
     A model that ``torch.compile`` has wrapped may be given as well. Every rank must call it at the same point, after
     ``DistributedDataParallel`` and before the first step. Raises UsageError for a model that is not DDP or already has
@@ -52,6 +55,22 @@ def attach(
     """
     if fidelity not in FIDELITIES:
         raise UsageError(f"got fidelity {fidelity!r}", expected=f"one of {', '.join(FIDELITIES)}")
+    mark = wanted_dscp(dscp)
+    session = _begin(ddp, optimizer, strategy=strategy, fabric=fabric, fidelity=fidelity, scaler=scaler)
+    if mark is not None and os.environ.get("WIRESPEED_OFF") != "1":
+        session.mark_traffic(mark)
+    return session
+
+
+def _begin(
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    strategy: str | Strategy | Path | None,
+    fabric: Fabric | str | Path | None,
+    fidelity: Fidelity,
+    scaler: Any,
+) -> Session:
     ddp = getattr(ddp, "_orig_mod", ddp)  # torch.compile(ddp)
     if os.environ.get("WIRESPEED_OFF") == "1":
         return start_session(ddp, optimizer, Strategy(), is_inert=True)

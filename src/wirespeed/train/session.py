@@ -32,6 +32,7 @@ from wirespeed.train.refusals import check_forward, check_model, check_scaler
 from wirespeed.train.report import LossEntry, SessionReport, summarize
 from wirespeed.train.scaling import LossScale
 from wirespeed.train.schedules import GradientBucket, Schedule, make_schedule
+from wirespeed.train.traffic import TrafficMark
 
 
 class Session:
@@ -70,6 +71,7 @@ class Session:
         """Synchronising backwards since residuals were empty or loaded."""
         self._losses: list[LossEntry] = []
         self._wire: list[tuple[int, int]] = []
+        self._mark: TrafficMark | None = None
         self._begin_listeners: list[Any] = []
         self._step_listeners: list[Any] = []
         self._is_attached = True
@@ -117,7 +119,7 @@ class Session:
             residual_norm=self._exchanger.residuals.norm() / self._residual_scale,
             residual_bytes=self._exchanger.residuals.num_bytes,
             nic_share=self._exchanger.nic_share,
-            notes=self.notes,
+            notes=[*self.notes, *([] if self._mark is None else [self._mark.text])],
         )
 
     def synchronize(self) -> None:
@@ -150,6 +152,14 @@ class Session:
         load_state(state, self._exchanger, self._schedule)
         self._scale.held = 1.0
         self._num_backwards = 0
+
+    def mark_traffic(self, dscp: int) -> int:
+        """Put a DSCP on the TCP connections to other hosts' ranks, now and as they appear; 0 takes it away.
+
+        A collective. Gives how many connections carry it; the report says so too.
+        """
+        self._mark = TrafficMark(dscp, self.group, self.device)
+        return self._mark.num_marked
 
     def detach(self) -> None:
         """Stop everything; the model goes on with plain dense averaging (DDP keeps its one communication hook).
@@ -210,6 +220,8 @@ class Session:
         if self._hook_reducer is not self._ddp.reducer:
             self._ddp.register_comm_hook(self, exchange_bucket)
             self._hook_reducer = self._ddp.reducer
+        if self._mark is not None:  # of groups that this strategy has made
+            self._mark.apply()
 
     def note(self, text: str) -> None:
         """Keep a reason for the report."""
@@ -328,6 +340,8 @@ class Session:
         if self._checks and self._schedule.num_steps_apart == 0 and not self._is_silent:
             with self.clock.evaluation():
                 self.check_agreement()
+        if self._mark is not None:
+            self._mark.step_ended()
         self._wire.append((self._exchanger.stated_bytes, -1 if self._counter is None else self._counter.tx_bytes()))
         for listener in self._step_listeners:
             listener(self)
