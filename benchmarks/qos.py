@@ -132,10 +132,8 @@ def main() -> int:
     print(f"{told['ranks'][0]['num_marked']} connections marked per rank; the first class carried {share:.3f} of what")
     print("training states for its marked steps")
     bars = [
-        Bar(
-            "share of its speed that training keeps beside bursts, classes set", rows["bursts, classes"]["speed"], KEPT
-        ),
-        Bar("the same without classes", rows["bursts"]["speed"], LOST, at_least=False),
+        Bar("speed kept beside bursts, with classes", rows["bursts, classes"]["speed"], KEPT),
+        Bar("speed kept beside bursts, without classes", rows["bursts"]["speed"], LOST, at_least=False),
         Bar("first-class bytes over those stated for marked steps, at least", share, BYTES_LOW),
         Bar("first-class bytes over those stated for marked steps, at most", share, BYTES_HIGH, at_least=False),
     ]
