@@ -18,6 +18,7 @@ The whole takes hours. Every run is kept in ``--join FILE`` as soon as it ends, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -158,11 +159,11 @@ def run_replay(cell: Cell, *, is_quick: bool) -> dict[str, Any]:
 
 
 def times(book: Book, what: str, rate: str, *, seeds: int, rounds: int) -> dict[str, float]:
-    """Seconds by arm, to the loss (median over seeds) or per step (median of all rounds'); NaN where runs are missing."""
+    """Seconds by arm: to the loss (median over seeds), or per step (of all rounds); NaN where runs are missing."""
     if what.startswith("replay "):
         held = [book.runs.get(Cell(what, rate, "all", number).key, {}) for number in range(rounds)]
         steps = {arm: [round_.get(arm, {}).get("steps_s", []) for round_ in held] for arm in REPLAY_ARMS}
-        return {arm: median(sum(found, [])) if all(found) else math.nan for arm, found in steps.items()}
+        return {arm: median(itertools.chain(*found)) if all(found) else math.nan for arm, found in steps.items()}
     by_arm = {}
     for arm in ("dense", *OURS, *PEERS):
         runs = [book.runs.get(Cell(what, rate, arm, seed).key) for seed in range(seeds)]

@@ -137,5 +137,5 @@ def _is_clear(case: Case, told: dict[str, Any]) -> bool:
     if told["end"] == "PeerFailure":
         return "a rank died" in told["message"]
     # The script's own collective ends with torch's own error.
-    says_so = any(word in told["message"].lower() for word in ("closed by peer", "timed out", "reset by peer"))
-    return case.phase == "evaluation" and says_so
+    words = ("closed by peer", "timed out", "timeout", "reset by peer", "broken pipe")
+    return case.phase == "evaluation" and any(word in told["message"].lower() for word in words)
