@@ -65,7 +65,7 @@ def live_through(cases: list[Case], folder: Path, num_at_once: int = 4) -> None:
     with Lab(LabSpec(hosts=NUM_RANKS, rate_bit_per_s=1e9)) as lab:
         scissors = Scissors(lab, made, folder)
         scissors.start()
-        end = lab.run(command(folder), timeout_s=60 + 40 * len(made))
+        end = lab.run(command(folder), timeout_s=60 + 90 * len(made))
         scissors.is_over.set()
         scissors.join(10)
     assert scissors.fault is None

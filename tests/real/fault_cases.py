@@ -30,8 +30,8 @@ KINDS = (
     "int8/64KiB/async",
 )
 """One of every way in which ranks come to wait for each other; codecs differ only in what they send."""
-CODECS = ("half/64KiB", "int4/64KiB", "topk@5%/64KiB", "lowrank@2/64KiB", "sign/64KiB", "dense/64KiB/delayed")
-"""The rest."""
+CODECS = ("half/64KiB", "int4/64KiB", "topk@5%/64KiB", "lowrank@2/64KiB", "sign/64KiB", "dense/64KiB/delayed", "auto")
+"""The rest, and what measures before it chooses."""
 STEPS_AHEAD = {"every_step": 1, "delayed": 2, "local_sgd": 2, "diloco": 2, "async": 10}
 """How many steps beyond the fault's a rank may take that does not know of it. async: twice the staleness of 4 (what was
 sent and what was not) and the steps of a round that was under way."""

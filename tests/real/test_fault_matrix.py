@@ -21,7 +21,7 @@ def live_through(cases: list[Case], folder) -> None:
     made = batches(cases)
     write(made, folder)
     end = LoopbackPlace(NUM_RANKS, why="a test").run(
-        command(folder), env={}, folder=folder, watch=None, timeout_s=60 + 40 * len(made)
+        command(folder), env={}, folder=folder, watch=None, timeout_s=60 + 90 * len(made)
     )
     assert end.returncode == 0, end
     found = problems(made, folder)

@@ -26,6 +26,7 @@ from wirespeed.plan.search import choose, search
 from wirespeed.plan.space import legal_strategies
 from wirespeed.spec.strategy import DEFAULT_BUCKET_BYTES, Fidelity, Strategy
 from wirespeed.spec.workload import GradientTensor, TrainingWorkload
+from wirespeed.train.lanes import peer_failures
 from wirespeed.train.readiness import GradientTimes
 from wirespeed.train.report import breakdown_of
 from wirespeed.train.session import Session
@@ -76,7 +77,7 @@ class Chooser:
             self._readiness.end_step()
         if session.clock.num_steps < self._until:
             return
-        with session.clock.evaluation():
+        with session.clock.evaluation(), peer_failures():
             if self._phase == "measure":
                 decision = self._share(self._decide)
                 if decision.strategy == self._dense:

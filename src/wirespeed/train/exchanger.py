@@ -59,7 +59,6 @@ class Exchanger:
         self.bucket_times: deque[BucketTimes] = deque(maxlen=KEPT_BUCKET_TIMES)
         self.own_group: dist.ProcessGroup | None = None
         """For what is exchanged beside collectives of the training thread: made by the first ``async`` strategy."""
-        self._num_own_uses = 0
         self._codec: Codec | None = None
         self._lanes: Lanes | None = None
         self._hop_groups: list[dist.ProcessGroup] = []
@@ -94,12 +93,6 @@ class Exchanger:
         return math.inf if timeout is None else timeout.total_seconds()
 
     @property
-    def own_group_name(self) -> str:
-        """The same on all ranks of ``own_group``, and another for every strategy that uses it."""
-        name = getattr(self.own_group, "group_name", "")
-        return f"{name}/{self._num_own_uses}"
-
-    @property
     def nic_share(self) -> float | None:
         """Bytes that the host sends to others over those that this rank sends; None where hosts were not asked for."""
         sent = self.stated_bytes - self._asked_at_bytes
@@ -117,7 +110,6 @@ class Exchanger:
         self._codec = codec
         self.forget()
         if strategy.schedule == "async" and self.num_ranks > 1:
-            self._num_own_uses += 1
             if self.own_group is None:
                 self.own_group = new_group(self.group)
         if codec is None:

@@ -17,6 +17,7 @@ the rounds of those that still train. Optimizer state stays with its rank. Costs
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from typing import Any
@@ -74,7 +75,6 @@ class Asynchronous:
         self._asks_since_s: float | None = None
         """Since when the rounds' thread has waited for an answer of the store."""
         self._thread: threading.Thread | None = None
-        self._rounds = itertools.count()
         self._has_trained = False
 
     @property
@@ -241,9 +241,16 @@ class Asynchronous:
         try:
             self._asks_since_s = time.monotonic()
             store = own_store()
-            for number in self._rounds:
-                if not self._wait_for_round(store, number, num_missed, num_ending):
+            self._asks_since_s = None
+            prefix = self._agree_on_prefix()
+            for number in itertools.count():
+                if not self._wait_for_round(store, f"{prefix}/{number}", num_missed, num_ending):
                     return
+                if number > 0 and self._exchanger.rank == 0:  # all have seen that the one before began: they were in it
+                    self._asks_since_s = time.monotonic()
+                    store.delete_key(f"{prefix}/{number - 1}/ready")
+                    store.delete_key(f"{prefix}/{number - 1}/begun")
+                    self._asks_since_s = None
                 has_part, num_ending = self._round()
                 num_missed = 0 if has_part else num_missed + 1
         except Exception as fault:
@@ -251,9 +258,20 @@ class Asynchronous:
             with self._changed:
                 self._changed.notify_all()
 
-    def _wait_for_round(self, store: Any, number: int, num_missed: int, num_ending: int) -> bool:
+    def _agree_on_prefix(self) -> str:
+        """Where in the store these rounds are: a place that nobody used before.
+
+        The store may outlive the process group, and hold what others left: torchrun's does when it starts all ranks
+        again.
+        """
+        group, device = self._exchanger.own_group, self._exchanger.device
+        assert group is not None
+        number = torch.tensor([int.from_bytes(os.urandom(7))], dtype=torch.int64, device=device)
+        dist.broadcast(number, src=dist.get_global_rank(group, 0), group=group)
+        return f"wirespeed/async/{int(number):x}"
+
+    def _wait_for_round(self, store: Any, prefix: str, num_missed: int, num_ending: int) -> bool:
         """Wait until the round has begun, or begin it. False when there is to be none."""
-        prefix = f"wirespeed/async/{self._exchanger.own_group_name}/{number}"
         num_training = self._exchanger.num_ranks - num_ending
         is_announced, has_begun = False, False
         while True:
@@ -271,10 +289,6 @@ class Asynchronous:
                     store.set(f"{prefix}/begun", "")
                 has_begun = store.check([f"{prefix}/begun"])
             if has_begun and (is_ready or is_idle or num_missed < self._staleness):
-                if self._exchanger.rank == 0:  # every rank has seen that the one before began: it took part
-                    before = f"wirespeed/async/{self._exchanger.own_group_name}/{number - 1}"
-                    store.delete_key(f"{before}/ready")
-                    store.delete_key(f"{before}/begun")
                 self._asks_since_s = None
                 return True
             self._asks_since_s = None
