@@ -42,8 +42,8 @@ def up(
     from wirespeed.lab import Lab, LabSpec
 
     if spec is not None:
-        if hosts is not None or rate is not None:
-            raise UsageError("got a spec and --hosts or --rate", expected="one of the two")
+        if hosts is not None or rate is not None or first_dscp is not None:
+            raise UsageError("got a spec and --hosts, --rate or --first-dscp", expected="one of the two")
         wanted = LabSpec.parse(spec)
         if name is not None:
             import msgspec

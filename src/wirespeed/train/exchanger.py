@@ -109,9 +109,8 @@ class Exchanger:
             self.residuals.clear()
         self._codec = codec
         self.forget()
-        if strategy.schedule == "async" and self.num_ranks > 1:
-            if self.own_group is None:
-                self.own_group = new_group(self.group)
+        if strategy.schedule == "async" and self.num_ranks > 1 and self.own_group is None:
+            self.own_group = new_group(self.group)
         if codec is None:
             return
         warm_up(device=self.device)
