@@ -111,6 +111,7 @@ def main() -> int:
     parser.add_argument("--compute", type=float, default=0.4, help="seconds of compute per step")
     parser.add_argument("--scale", type=float, default=16.0, help="what the model's bytes are divided by")
     parser.add_argument("--strategy", default="dense")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where results go (benchmarks/results/qos.json)")
     args = parser.parse_args()
     told = run(
         args.rate, rounds=1 if args.quick else args.rounds, steps=6 if args.quick else args.steps,
@@ -138,7 +139,7 @@ def main() -> int:
         Bar("first-class bytes over those stated for marked steps, at most", share, BYTES_HIGH, at_least=False),
     ]
     results = {"rate": args.rate, "strategy": args.strategy, "arms": rows, "first_class_share": share}
-    return finish("qos", bars, results, check=args.check, is_quick=args.quick)
+    return finish("qos", bars, results, check=args.check, is_quick=args.quick, out=args.out)
 
 
 def _burst_words(bursts: dict[str, float]) -> str:

@@ -90,7 +90,8 @@ def problems(made: list[list[Case]], folder: Path) -> list[str]:
 def _problems_of(case: Case, place: Path) -> Iterator[str]:
     at = place / "at"
     if not at.is_file():
-        yield "the victim never came to the phase"
+        words = [left.read_text() for left in sorted(place.glob("rank-*.json"))]
+        yield f"the victim never came to the phase; {words}"
         return
     failed_s = float(at.read_text())
     held: list[dict[str, Any]] = []

@@ -123,9 +123,14 @@ def perform(message: Message, group: dist.ProcessGroup) -> None:
             dist.broadcast(message.receive, src=dist.get_global_rank(group, 0), group=group)
 
 
+_TRANSPORT_WORDS = ("gloo", "nccl", "timed out", "timeout", "closed by peer", "reset by peer", "broken pipe")
+"""What backends' errors say, which are plain RuntimeErrors where they are gloo's."""
+
+
 def as_peer_failure(fault: Exception) -> Exception:
     """What a user is told: errors of the backend (connection reset, time-out) as a PeerFailure, others as they are."""
-    if isinstance(fault, dist.DistError) or "gloo" in str(fault).lower() or "timed out" in str(fault).lower():
+    text = str(fault).lower()
+    if isinstance(fault, dist.DistError) or any(word in text for word in _TRANSPORT_WORDS):
         return PeerFailure(
             f"exchanging gradients failed: {str(fault).splitlines()[0] if str(fault) else type(fault).__name__}",
             hint="a rank died or its link went down; see the output of the other ranks for the first error",
