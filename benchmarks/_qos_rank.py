@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,7 @@ def main() -> None:
     compute_s, scale, dscp = float(sys.argv[4]), float(sys.argv[5]), int(sys.argv[6])
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     dist.init_process_group("gloo")
     workload = replay_workload(load_model("resnet50"), num_ranks=num_ranks, compute_s=compute_s, scale=scale)
     strategy = Strategy.parse(sys.argv[7])

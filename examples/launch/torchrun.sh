@@ -14,6 +14,10 @@ RDZV=${RDZV:-localhost:0}
 MAX_RESTARTS=${MAX_RESTARTS:-0}
 PYTHON=${PYTHON:-python}
 
+# torchrun keeps its store over a restart, with the addresses of the ranks that died, and gloo then dials those (seen with
+# torch 2.13: "Gloo connectFullMesh failed ... Connection refused"). With this every life has a store of its own.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+
 exec "$PYTHON" -m torch.distributed.run \
     --nnodes "$NNODES" \
     --nproc-per-node "$NPROC" \

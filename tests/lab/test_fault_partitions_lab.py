@@ -45,7 +45,8 @@ class Scissors(threading.Thread):
 
     def _cut(self, folder: Path, batch: list[Case]) -> None:
         host, others = f"h{batch[0].victim}", [f"h{rank}" for rank in range(NUM_RANKS) if rank != batch[0].victim]
-        self._wait(lambda: all((folder / case.name / "at").exists() for case in batch))
+        failing = [(folder / case.name / "at", folder / case.name / f"rank-{case.victim}.json") for case in batch]
+        self._wait(lambda: all(at.exists() or end.exists() for at, end in failing))
         for other in others:
             self._lab.fault(host, "partition", other=other)
         (folder / "is-cut").touch()

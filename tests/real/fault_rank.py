@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fault_cases import FAULT_STEP
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import wirespeed.train
@@ -120,7 +121,7 @@ def join_group(case: dict[str, Any], place: Path) -> None:
     """The process group of one case, over a store that its rank 0 opens on a free port."""
     leave(place / f"ready-{RANK}")
     wait_for(lambda: len(list(place.glob("ready-*"))) == NUM_RANKS, "every rank has forked", MEET_S)
-    timeout = datetime.timedelta(seconds=case["timeout_s"])
+    timeout = datetime.timedelta(seconds=MEET_S)
     host = os.environ["MASTER_ADDR"]
     if RANK == 0:
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
@@ -148,6 +149,9 @@ def train(case: dict[str, Any], place: Path, told: dict[str, Any]) -> None:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     os.environ["WIRESPEED_HOST"] = f"h{RANK // 2}"
+    # Only now: on a busy machine forks begin seconds apart, and that is not what is tested.
+    dist.barrier()
+    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=case["timeout_s"]), dist.group.WORLD)
     fault.at("attach")
     session = wirespeed.train.attach(ddp, optimizer, strategy=case["strategy"])
     next(model.parameters()).register_hook(lambda gradient: fault.at("backward"))

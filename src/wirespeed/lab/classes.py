@@ -1,8 +1,8 @@
 """Two traffic classes on a link: frames that carry one DSCP leave first, as a switch's strict queue with a limit does.
 
     root htb, its one class at the link's rate
-      first: frames with the DSCP; 90 % of the rate are its own, and it is the first to be given what is left
-      rest:  everything else; 10 % of the rate are its own, so that nothing starves
+      first: frames with the DSCP; 95 % of the rate are its own, and it is the first to be given what is left
+      rest:  everything else; 5 % of the rate are its own, so that nothing starves
 
 A class takes what the other does not use. Each has a queue of its own as deep as the link's would be, so a full queue
 of one does not drop the other's frames. The rule of real switches differs in words (strict priority with a limit,
@@ -18,7 +18,7 @@ from wirespeed.errors import MissingCapability
 if TYPE_CHECKING:
     from wirespeed.lab.shaping import Shape
 
-FIRST_SHARE = 0.9
+FIRST_SHARE = 0.95
 """Of the rate: what the first class is sure of where the rest wants all."""
 ROOT = 0x10000
 LINK, FIRST, REST = ROOT + 1, ROOT + 0x10, ROOT + 0x20

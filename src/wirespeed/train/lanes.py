@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wirespeed.errors import PeerFailure
+from wirespeed.errors import PeerFailure, WirespeedError
 from wirespeed.measure.exchange import all_gather_single, all_to_all, reduce_scatter_single
 from wirespeed.train import ranges
 from wirespeed.train.codecs.base import Message
@@ -129,6 +129,8 @@ _TRANSPORT_WORDS = ("gloo", "nccl", "timed out", "timeout", "closed by peer", "r
 
 def as_peer_failure(fault: Exception) -> Exception:
     """What a user is told: errors of the backend (connection reset, time-out) as a PeerFailure, others as they are."""
+    if isinstance(fault, WirespeedError):
+        return fault
     text = str(fault).lower()
     if isinstance(fault, dist.DistError) or any(word in text for word in _TRANSPORT_WORDS):
         return PeerFailure(
