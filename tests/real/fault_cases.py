@@ -137,6 +137,7 @@ def _problems_of_rank(case: Case, rank: int, told: dict[str, Any], failed_s: flo
 def _is_clear(case: Case, told: dict[str, Any]) -> bool:
     if told["end"] == "PeerFailure":
         return "a rank died" in told["message"]
-    # The script's own collective ends with torch's own error.
+    # Collectives that are not ours end with torch's own error: the script's, and DDP's in its second forward, where it
+    # tells all ranks its new buckets (a rank that never attached is missed there first where a period is two steps).
     words = ("closed by peer", "timed out", "timeout", "reset by peer", "broken pipe")
-    return case.phase == "evaluation" and any(word in told["message"].lower() for word in words)
+    return case.phase in ("evaluation", "attach") and any(word in told["message"].lower() for word in words)
