@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def main() -> None:
     num_steps, round_, names = int(sys.argv[5]), int(sys.argv[6]), sys.argv[7:]
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     dist.init_process_group("gloo")
     workload = replay_workload(load_model(model), num_ranks=num_ranks, compute_s=compute_s, scale=scale)
     told: dict[str, Any] = {}
