@@ -222,7 +222,7 @@ def run_batch(batch: list[dict[str, Any]], folder: Path) -> None:
                 give_up(pid, place)
         time.sleep(0.01)
     if batch[0]["fault"] == "partition":
-        wait_for((folder / "is-healed").exists, "the network is whole again", MEET_S)
+        wait_for((folder / "is-healed").exists, "the network is whole again", MEET_S + HUNG_S)
 
 
 def may_go_on(case: dict[str, Any], place: Path, since_s: float) -> bool:
