@@ -25,9 +25,6 @@ LINK, FIRST, REST = ROOT + 1, ROOT + 0x10, ROOT + 0x20
 _QUEUES = {FIRST: 0x100000, REST: 0x200000}
 _QUANTUM_BYTES = 65536
 """A whole segment per turn; htb's own guess from the rate is wrong by far at 64 kbit/s and at 34 Gbit/s."""
-_SEGMENT_S = 250e-6
-"""Of the rate. Half of it is what the first class waits at every device, on average; less costs the machine's cores."""
-_MIN_SEGMENT_BYTES = 3 * 1514
 _ETH_P_IP = 0x0800
 
 
@@ -51,17 +48,12 @@ def set_classes(netlink: Any, device: int, shape: Shape, first_dscp: int, *, cha
             netlink.tc(
                 "add-filter", "u32", device, parent=ROOT, prio=1, protocol=_ETH_P_IP, target=FIRST, keys=[marked]
             )
-        netlink.link("set", index=device, gso_max_size=_segment_bytes(shape))
+        netlink.link("set", index=device, gso_max_size=shape.segment_bytes)
     except NetlinkError as error:
         raise MissingCapability(
             f"the kernel refused traffic classes: {error}",
             hint="load them with: modprobe -a sch_htb cls_u32 (CONFIG_NET_SCH_HTB, CONFIG_NET_CLS_U32)",
         ) from None
-
-
-def _segment_bytes(shape: Shape) -> int:
-    """A frame that leaves is not stopped for one that goes first, so segments are kept short: real ones are frames."""
-    return min(shape.segment_bytes, max(_MIN_SEGMENT_BYTES, round(shape.rate_bytes_per_s * _SEGMENT_S)))
 
 
 def _set_class(
