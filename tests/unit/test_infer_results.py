@@ -219,3 +219,71 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> Non
     with pytest.raises(MissingCapability, match="cannot write"):
         Results(tmp_path / "file" / "r.parquet", SPECS).open(identity())
     assert os.listdir(tmp_path) == ["file"]
+
+
+WIDE = (TensorSpec(name="features", datatype="FP32", shape=(512,)),)
+
+
+def wide(num: int) -> list[Row]:
+    return [Row(f"{i}.jpg", (np.full(512, i, np.float32),)) for i in range(num)]
+
+
+def opened(out: Path, num: int) -> Results:
+    items = [Item(f"{i}.jpg", f"{i}.jpg") for i in range(num)]
+    results = Results(out, WIDE)
+    results.open(identity_of(items, model="m", version="1", encoding="fp32", outputs=WIDE))
+    return results
+
+
+def test_the_output_is_written_along_and_a_resumed_run_makes_the_same_of_the_journal(tmp_path: Path) -> None:
+    rows = wide(1000)
+    tables = []
+    for place, cut in enumerate((1000, 700)):
+        out = tmp_path / f"{place}.parquet"
+        results = opened(out, 1000)
+        results.warm_up()
+        for first in range(0, cut, 100):
+            results.write(first, rows[first : first + 100])
+        assert (tmp_path / f".{place}.parquet.writing").stat().st_size > 512 * 4 * cut // 2  # most of it is there
+        if cut < 1000:
+            results.close()
+            assert [path.name for path in tmp_path.glob(f"*{place}.parquet*")] == [f"{place}.parquet.partial"]
+            results = opened(out, 1000)
+            results.warm_up()
+            results.write(cut, rows[cut:])
+        results.finish()
+        tables.append(pq.read_table(out))
+        assert [path.name for path in tmp_path.iterdir() if path.name not in ("0.parquet", "1.parquet")] == []
+    assert tables[0] == tables[1]
+    assert tables[0]["features"].combine_chunks().flatten().to_numpy().reshape(1000, 512)[:, 5].tolist() == list(
+        range(1000)
+    )
+
+
+def test_groups_grow_with_the_file(tmp_path: Path) -> None:
+    results = opened(tmp_path / "r.parquet", 4000)
+    results.warm_up()
+    rows = wide(4000)
+    for first in range(0, 4000, 10):
+        results.write(first, rows[first : first + 10])
+    results.finish()
+    told = pq.read_metadata(tmp_path / "r.parquet")
+    groups = [told.row_group(i).num_rows for i in range(told.num_row_groups)]
+    assert sum(groups) == 4000
+    assert groups[0] == 130  # of 512 numbers and a key: the first ten rows above 256 KiB
+    assert groups[:-1] == sorted(groups[:-1])
+    assert groups[-2] > 500  # about a quarter of what was before
+    assert len(groups) < 15
+
+
+def test_an_output_that_cannot_be_written_along_is_made_of_the_journal_at_the_end(tmp_path: Path) -> None:
+    results = opened(tmp_path / "r.parquet", 1000)
+    in_the_way = tmp_path / ".r.parquet.writing"
+    in_the_way.mkdir()
+    results.warm_up()
+    results.write(0, wide(1000))
+    with pytest.raises(MissingCapability, match="all 1000 results are safe"):
+        results.finish()
+    in_the_way.rmdir()
+    results.finish()
+    assert pq.read_metadata(tmp_path / "r.parquet").num_rows == 1000

@@ -224,3 +224,19 @@ def test_whatever_dies_in_solitude_is_what_kills_nodes(
                 for index in chunk.indices:
                     schedule.settle(index)
     assert blamed == {killer for killer in killers if killer < num_items}
+
+
+def test_the_first_to_answer_does_not_get_all_the_rest_of_a_short_job() -> None:
+    schedule = ready(40, nodes=("a", "b", "c", "d"), bounds=Bounds(max_rows=4, first_window_rows=8))
+    held: dict[str, list[Chunk]] = {name: [] for name in "abcd"}
+    for name in "abcd":
+        while (chunk := schedule.next_chunk(name, 0.0)) is not None:
+            held[name].append(chunk)
+    # 4 x 8 of 40 are out. "a" is done with its 8 after 40 ms, before anyone else has answered at all.
+    for chunk in held["a"]:
+        schedule.finished(chunk, 0.04, has_answer=True)
+    taken = 0
+    while (chunk := schedule.next_chunk("a", 0.04)) is not None:
+        taken += len(chunk.indices)
+    # The others hold 8 each. As fast as "a", they end with it once it has 8 again; one more chunk is of one input.
+    assert 0 < taken <= 9

@@ -115,6 +115,7 @@ class Job:
         self._wake = asyncio.Event()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-results")
         self._is_writing = False
+        self._is_warm = False
         self._written_s = 0.0
 
     async def run(self) -> Summary:
@@ -158,12 +159,10 @@ class Job:
         try:
             try:
                 self._reader.start()
-                warming = self._in_writer(results.warm_up)
                 await self._until_settled(len(self._items) - first)
             finally:
                 await self._loop.run_in_executor(None, self._reader.stop)
                 await self._write_rest()
-            await warming
             await self._in_writer(results.finish)
         finally:
             results.close()
@@ -279,6 +278,10 @@ class Job:
         self._calls.discard(done)
         fault = asyncio.CancelledError() if done.cancelled() else done.exception()
         now_s = time.monotonic()
+        if not self._is_warm:
+            # Not sooner: until the first nodes have work, nothing is to be done beside reading and sending.
+            self._is_warm = True
+            self._in_writer(self._results.warm_up)
         self._schedule.finished(chunk, now_s, has_answer=fault is None)
         if fault is None:
             self._gather(member, chunk, done.result())

@@ -25,6 +25,7 @@ import msgspec
 
 from wirespeed.errors import DataError, MissingCapability, UsageError
 
+Buffer = bytes | memoryview
 _HEADER = struct.Struct("<4sIII")
 _BLOCK = struct.Struct("<4sQIIQI")
 _MAGIC, _BLOCK_MAGIC = b"WSRJ", b"BLK1"
@@ -91,13 +92,15 @@ class Journal:
             self.close()
             raise
 
-    def append(self, batch: bytes, *, num_rows: int, num_errors: int) -> None:
+    def append(self, batch: Buffer, *, num_rows: int, num_errors: int) -> None:
         """Add the next results. Raises MissingCapability where the disk is full; the file is then as it was before."""
-        head = _BLOCK.pack(_BLOCK_MAGIC, self.next_place, num_rows, num_errors, len(batch), zlib.crc32(batch))
+        content = memoryview(batch)
+        crc = zlib.crc32(content)
+        head = _BLOCK.pack(_BLOCK_MAGIC, self.next_place, num_rows, num_errors, len(content), crc)
         start = self._end
         try:
             _write_all(self._handle, head, start)
-            _write_all(self._handle, batch, start + len(head))
+            _write_all(self._handle, content, start + len(head))
         except OSError as fault:
             with contextlib.suppress(OSError):  # a torn block is found, and cut off, by its checksum
                 os.ftruncate(self._handle, start)
@@ -105,10 +108,8 @@ class Journal:
                 f"cannot write {self.path}: {fault.strerror}",
                 hint=f"{self.next_place} results are safe: free some space and run the same command again to go on",
             ) from fault
-        self._blocks.append(
-            _Block(self.next_place, num_rows, num_errors, start + len(head), len(batch), zlib.crc32(batch))
-        )
-        self._end = start + len(head) + len(batch)
+        self._blocks.append(_Block(self.next_place, num_rows, num_errors, start + len(head), len(content), crc))
+        self._end = start + len(head) + len(content)
         self.next_place += num_rows
         self.num_errors += num_errors
 
@@ -211,7 +212,7 @@ def _difference(held: JobIdentity, wanted: JobIdentity) -> str:
     return "other inputs" if held.inputs != wanted.inputs else "other outputs"
 
 
-def _write_all(handle: int, content: bytes, place: int) -> None:
+def _write_all(handle: int, content: Buffer, place: int) -> None:
     view = memoryview(content)
     while view:
         done = os.pwrite(handle, view, place)

@@ -8,6 +8,7 @@ as an error; the job goes on.
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from typing import BinaryIO, NamedTuple
@@ -18,6 +19,7 @@ from wirespeed.units import MIB, format_size
 BATCH_BYTES = 256 * 1024
 BATCH_ITEMS = 16
 _MAX_OPEN = 64
+_READ_BYTES = MIB
 
 
 class Loaded(NamedTuple):
@@ -143,10 +145,21 @@ class _TooLargeError(Exception):
 
 
 def _read_file(path: str, limit: int) -> bytes:
-    with open(path, "rb", buffering=0) as stream:
-        data = stream.read(limit + 1)
-        while data and len(data) <= limit and (more := stream.read(limit + 1 - len(data))):
+    # Asking for as much as the file has: room for the limit would be mapped, faulted in and unmapped per file.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+        if size > limit:
+            raise _TooLargeError
+        data = os.read(descriptor, size + 1)
+        if len(data) == size:
+            return data
+        # It grows, or is a pipe or a file of /proc, which do not tell their size.
+        while data and len(data) <= limit and (more := os.read(descriptor, min(limit + 1 - len(data), _READ_BYTES))):
             data += more
+    finally:
+        os.close(descriptor)
     if len(data) > limit:
         raise _TooLargeError
     return data

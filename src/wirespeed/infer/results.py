@@ -1,30 +1,29 @@
-"""Results in the order of the inputs, whatever the order they come in; first into the journal, at the end into Parquet.
+"""Results in the order of the inputs, whatever the order they come in: into the journal, and along with it into Parquet.
 
-The output appears as a whole, by a rename, once every input has its row: a reader never sees half a job. Writing goes
-through one thread, so that the network does not wait for the disk.
+The output appears as a whole, by a rename, once every input has its row: a reader never sees half a job. It is written
+as results come; where that fails, or the job goes on from a journal that is damaged, it is made of the journal at the
+end, and what is wrong is told then. Writing goes through one thread, so that the network does not wait for the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from wirespeed.errors import MissingCapability
-from wirespeed.infer.columns import ERROR, KEY, Row, make_batch, schema_of, zero_row
+from wirespeed.errors import DataError, MissingCapability
+from wirespeed.infer.columns import Row, make_batch, schema_of, zero_row
 from wirespeed.infer.inputs import Item
 from wirespeed.infer.journal import JobIdentity, Journal
+from wirespeed.infer.output import Output
 from wirespeed.serve.config import TensorSpec
 
 JOURNAL_SUFFIX = ".partial"
-_GROUP_ROWS = 16384
-_GROUP_BYTES = 64 * 1024**2
 
 
 def identity_of(
@@ -54,6 +53,8 @@ class Results:
         self.schema = schema_of(outputs)
         self._outputs = tuple(outputs)
         self._journal = Journal(out.with_name(out.name + JOURNAL_SUFFIX))
+        self._output: Output | None = None
+        """What is written along. None: at the end, from the journal."""
         self._waiting: dict[int, Row] = {}
         self._rows: list[Row] = []
         self._next = 0
@@ -85,9 +86,13 @@ class Results:
         return self._next
 
     def warm_up(self) -> None:
-        """Load what the first block and the output would wait for: pyarrow takes half a second to get going."""
+        """Load what the first block and the output would wait for (pyarrow takes half a second to get going), and begin
+        the output with what the journal holds.
+        """
         batch = make_batch([Row("", None, ""), zero_row(self._outputs)], self._outputs, self.schema)
         pq.write_table(pa.Table.from_batches([batch]), io.BytesIO())
+        with contextlib.suppress(OSError, pa.ArrowException, DataError):
+            self._output = self._made_of_journal()
 
     def put(self, place: int, row: Row) -> None:
         """A result. Each place is given once."""
@@ -110,57 +115,45 @@ class Results:
             return
         batch = make_batch(rows, self._outputs, self.schema)
         num_errors = sum(row.error is not None for row in rows)
-        self._journal.append(batch.serialize().to_pybytes(), num_rows=len(rows), num_errors=num_errors)
+        self._journal.append(memoryview(batch.serialize()), num_rows=len(rows), num_errors=num_errors)
+        if self._output is not None:
+            try:
+                self._output.add(batch)
+            except (OSError, pa.ArrowException):
+                self._drop_output()  # the journal may still have room
 
     def finish(self) -> None:
-        """Make the output of the journal, and delete that. Raises MissingCapability, leaving the journal."""
-        temporary = ""
+        """Complete the output, and delete the journal. Raises MissingCapability, leaving the journal."""
         try:
-            handle, temporary = tempfile.mkstemp(dir=self.out.parent, prefix=f".{self.out.name}.")
-            with os.fdopen(handle, "wb") as stream:
-                self._write_parquet(stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self.out)
-            temporary = ""
+            if self._output is None or self._output.num_rows != self.num_written:
+                self._drop_output()
+                self._output = self._made_of_journal()
+            self._output.finish()
         except (OSError, pa.ArrowException) as fault:
             raise MissingCapability(
                 f"cannot write {self.out}: {fault}",
                 hint=f"all {self.num_written} results are safe: free some space and run the same command again",
             ) from fault
         finally:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
+            self._drop_output()
         self._journal.remove()
 
     def close(self) -> None:
         """Let go of the journal; it stays for the next run."""
+        self._drop_output()
         self._journal.close()
 
-    def _write_parquet(self, stream: object) -> None:
-        # Feature vectors do not compress; names do.
-        compression = {name: "zstd" if name in (KEY, ERROR) else "none" for name in _leaves(self.schema)}
-        with pq.ParquetWriter(
-            stream, self.schema, compression=compression, use_dictionary=[ERROR], write_statistics=[KEY]
-        ) as writer:
-            held: list[pa.RecordBatch] = []
+    def _made_of_journal(self) -> Output:
+        output = Output(self.out, self.schema)
+        try:
             for content in self._journal.batches():
-                held.append(pa.ipc.read_record_batch(pa.py_buffer(content), self.schema))
-                rows = sum(batch.num_rows for batch in held)
-                if rows >= _GROUP_ROWS or sum(batch.nbytes for batch in held) >= _GROUP_BYTES:
-                    writer.write_table(pa.Table.from_batches(held, self.schema))
-                    held = []
-            if held:
-                writer.write_table(pa.Table.from_batches(held, self.schema))
+                output.add(pa.ipc.read_record_batch(pa.py_buffer(content), self.schema))
+        except BaseException:
+            output.discard()
+            raise
+        return output
 
-
-def _leaves(schema: pa.Schema) -> list[str]:
-    """The Parquet names of all columns: of a nested one, the path to its values."""
-    found = []
-    for field in schema:
-        path, kind = field.name, field.type
-        while pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
-            path, kind = f"{path}.list.element", kind.value_type
-        found.append(path)
-    return found
+    def _drop_output(self) -> None:
+        output, self._output = self._output, None
+        if output is not None:
+            output.discard()

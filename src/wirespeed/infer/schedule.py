@@ -230,13 +230,14 @@ class Schedule:
         """Near the end: whether this node would be done no later than the others, but for one chunk.
 
         Until then every node's window is filled, and what windows hold is the same time for all, roughly; in the end
-        the difference is what the job waits for.
+        the difference is what the job waits for. A node that has not shown its speed yet is taken to be like this one:
+        whoever answers first would have all the rest of a short job otherwise.
         """
         rate = node.rows_per_s()
         if rate is None or self.num_left > sum(other.rows for other in self._nodes.values()):
             return True
-        rates = [(other, other.rows_per_s()) for other in self._nodes.values() if other is not node]
-        others_s = [other.rows / other_rate for other, other_rate in rates if other_rate is not None]
+        others = [other for other in self._nodes.values() if other is not node]
+        others_s = [other.rows / (other.rows_per_s() or rate) for other in others]
         return node.rows / rate <= min(others_s, default=math.inf) + self._rows_of_chunk(node) / rate
 
     def _rows_of_chunk(self, node: _Node) -> int:
