@@ -34,6 +34,7 @@ class Endpoint(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._sender: Sender | None = None
         self._owed_bytes = 0
+        self._owe_until_bytes = -(-limits.credit_bytes // 4)
         self._heard_s = self._loop.time()
         self._progress_s = self._heard_s
         self._reader = FrameReader(
@@ -155,7 +156,7 @@ class Endpoint(asyncio.BufferedProtocol):
     def _owe(self, num_bytes: int) -> None:
         """A message was consumed: the peer may send as much again."""
         self._owed_bytes += num_bytes
-        if self._owed_bytes * 4 >= self.limits.credit_bytes:
+        if self._owed_bytes >= self._owe_until_bytes:
             owed, self._owed_bytes = self._owed_bytes, 0
             self._control(Kind.CREDIT, extra=owed)
 

@@ -38,7 +38,14 @@ _FIELDS = struct.Struct("<2sBBHHIIIII")
 _HEADER = struct.Struct("<2sBBHHIIIIII")
 _CRC = struct.Struct("<I")
 _CHECKED_BYTES = HEADER_BYTES - _CRC.size
+_START = struct.Struct("<2sBBHH")
 _new_tuple = tuple.__new__
+
+# For the two loops that run once per small frame, in reader.py and sender.py; everything else calls the functions below.
+unpack_fields = _HEADER.unpack_from
+"""Magic, version, the fields of Header, and the checksum, of the 32 bytes at an offset. Nothing of it is checked."""
+pack_whole = struct.Struct("<8sIIIII").pack
+"""A header without its checksum: what ``pack_start`` gave, stream, total, 0, total, extra."""
 
 
 class Kind(IntEnum):
@@ -87,6 +94,11 @@ def pack_header(  # noqa: PLR0917 - runs once per frame: keywords cost more than
     """The 32 bytes of a header. Positional: this runs once per frame."""
     head = _FIELDS.pack(MAGIC, VERSION, kind, code, meta_bytes, stream, total, offset, length, extra)
     return head + _CRC.pack(zlib.crc32(head))
+
+
+def pack_start(kind: int, code: int) -> bytes:
+    """The first eight bytes of the header of a message without meta."""
+    return _START.pack(MAGIC, VERSION, kind, code, 0)
 
 
 def unpack_header(buffer: memoryview, start: int) -> Header:

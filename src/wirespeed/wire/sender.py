@@ -11,14 +11,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 from wirespeed.errors import UsageError
-from wirespeed.wire.frames import pack_header
+from wirespeed.wire.frames import pack_header, pack_whole
 from wirespeed.wire.limits import MESSAGE_OVERHEAD_BYTES, SMALL_BYTES
 
 Buffer = bytes | bytearray | memoryview
 FLUSH_EVERY = 16
 """Small messages that one system call carries: enough to share its cost, few enough that the peer can start on them."""
+_FLUSH_PARTS = 3 * FLUSH_EVERY
+_LISTS = (list, tuple)
 
 
 def as_parts(payload: object) -> tuple[list[Buffer], int]:
@@ -31,7 +34,8 @@ def as_parts(payload: object) -> tuple[list[Buffer], int]:
         return [payload], len(payload)
     parts: list[Buffer] = []
     total = 0
-    for given in payload if isinstance(payload, list | tuple) else (payload,):
+    # Exactly these: a named tuple, such as a Reply that a handler passes on, is not a list of buffers.
+    for given in payload if type(payload) in _LISTS else (payload,):  # type: ignore[attr-defined]
         try:
             part = given if type(given) is bytes else memoryview(given).cast("B")
         except (TypeError, ValueError) as fault:
@@ -98,7 +102,7 @@ class Sender:
         self.sent_bytes = 0
         """Handed to the transport so far, headers included."""
         self._small: list[bytes] = []
-        self._num_small = 0
+        """Header, checksum and payload of the small messages of this turn of the event loop."""
         self._loop = asyncio.get_running_loop()
         # uvloop then writes at once instead of at the end of its turn, so that the peer works while this side does. A
         # full socket pauses the sender; what the kernel holds by then keeps the wire busy until it resumes.
@@ -147,6 +151,23 @@ class Sender:
         self._transport.writelines((head + meta, *parts))
         return True
 
+    def send_bytes(  # noqa: PLR0917 - runs once per small message
+        self, start: bytes, stream: int, payload: bytes, total: int, extra: int
+    ) -> bool:
+        """As ``send_now``, for at most SMALL_BYTES without meta; ``start`` as ``frames.pack_start`` gives it."""
+        credit_bytes = self._credit_bytes - total - MESSAGE_OVERHEAD_BYTES
+        if self._waiting or credit_bytes < 0:
+            return False
+        self._credit_bytes = credit_bytes
+        small = self._small
+        if not small:
+            self._loop.call_soon(self.flush)
+        head = pack_whole(start, stream, total, 0, total, extra)
+        small += (head, crc32(head).to_bytes(4, "little"), payload)
+        if len(small) >= _FLUSH_PARTS:
+            self.flush()
+        return True
+
     def write_control(self, frame: bytes) -> None:
         """Send a frame that costs no credit, behind what was sent before it."""
         self._write_small(frame, b"", ())
@@ -156,21 +177,16 @@ class Sender:
         small = self._small
         if not small:
             self._loop.call_soon(self.flush)
-        if len(parts) == 1 and not meta and type(parts[0]) is bytes:
-            small.append(head)  # joined with the others, once
-            small.append(parts[0])
-        else:
-            # Copied now: what is not bytes may change before the flush.
-            small.append(b"".join((head, meta, *parts)))
-        self._num_small += 1
-        if self._num_small >= FLUSH_EVERY:
+        # Copied now: what is not bytes may change before the flush.
+        small += (head, meta, b"".join(parts))
+        if len(small) >= _FLUSH_PARTS:
             self.flush()
 
     def flush(self) -> None:
         """Hand the small messages to the transport."""
         if self._small:
-            small, self._small, self._num_small = self._small, [], 0
-            joined = small[0] if len(small) == 1 else b"".join(small)
+            joined = b"".join(self._small)
+            self._small.clear()
             self.sent_bytes += len(joined)
             self._transport.write(joined)
 
