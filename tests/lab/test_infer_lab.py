@@ -1,4 +1,4 @@
-"""Batch jobs over shaped links: a pulled cable loses nothing, heartbeats stay below 1 KB/s at the interface."""
+"""Batch jobs over shaped links: pulled cables, partitions and thin links lose nothing; heartbeats stay below 1 KB/s."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
 from lab_tools import python, wait_until
 
 from infer_models import check_results, make_images, make_model
@@ -44,7 +47,8 @@ def nodes_in(lab: Lab, models: Path) -> Iterator[list[str]]:
             process.communicate()
 
 
-def test_a_pulled_cable_loses_no_input_and_the_node_is_used_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "mended"), [("down", "up"), ("partition", "heal")])
+def test_a_node_out_of_reach_loses_no_input_and_is_used_again(tmp_path: Path, kind: Any, mended: Any) -> None:
     make_model(tmp_path / "models", row_s=0.01)
     paths = make_images(tmp_path / "images", 1400)
     out = tmp_path / "r.parquet"
@@ -55,7 +59,7 @@ def test_a_pulled_cable_loses_no_input_and_the_node_is_used_again(tmp_path: Path
         )
         partial = tmp_path / "r.parquet.partial"
         wait_until(lambda: partial.exists() and partial.stat().st_size > 10_000, "some results are written", 60)
-        lab.fault("h2", "down")
+        lab.fault("h2", kind, other="h0" if kind == "partition" else None)
         assert job.stderr is not None
         said, took_s = b"", 0.0
         while b"is out" not in said:
@@ -68,12 +72,33 @@ def test_a_pulled_cable_loses_no_input_and_the_node_is_used_again(tmp_path: Path
             took_s += min(time.monotonic() - begin_s, 0.05)
         assert took_s < 3.5  # 3 s, and the way of the line here
         assert b"node 10.77.0.3:7000 is out: " in said
-        lab.fault("h2", "up")
+        lab.fault("h2", mended)
         stdout, stderr = job.communicate(timeout=60)
         assert job.returncode == 0, stderr
         check_results(out, paths)
         told = json.loads(stdout)
         assert told["num_again"] + told["num_copies"] > 0
+
+
+def test_a_link_that_becomes_ten_times_thinner_gets_less_to_carry(tmp_path: Path) -> None:
+    make_model(tmp_path / "models")
+    rng = np.random.default_rng(4)
+    paths = make_images(tmp_path / "images", 600, special={place: rng.bytes(50_000) for place in range(600)})
+    out = tmp_path / "r.parquet"
+    with Lab(LabSpec.parse("4x100mbit")) as lab, nodes_in(lab, tmp_path / "models") as addresses:
+        command = [sys.executable, "-m", "wirespeed", "infer", str(tmp_path / "images"), "--out", str(out), "--json"]
+        job = lab.popen(
+            "h0", [*command, "--nodes", ",".join(addresses)], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        partial = tmp_path / "r.parquet.partial"
+        wait_until(lambda: partial.exists() and partial.stat().st_size > 5_000, "some results are written", 60)
+        lab.fault("h2", "rate", rate_bit_per_s=10e6)
+        stdout, stderr = job.communicate(timeout=120)
+        assert job.returncode == 0, stderr
+        check_results(out, paths)
+        told = json.loads(stdout)
+        # The dispatcher's own link carries 100 Mbit/s, of which h2 can take a tenth: 60 inputs, not its third of 200.
+        assert told["per_node"].get(addresses[1], 0) < 130
 
 
 # Bytes of the host's interface, both ways, over some seconds.

@@ -229,34 +229,45 @@ def test_a_drained_node_finishes_what_it_has_and_one_that_is_not_there_is_not_wa
         assert "going on without node 127.0.0.1:1 for now" in stderr
 
 
+# A small disk that fills, and then has room: the same command twice, and what came of it beside the disk.
 FULL = """
-set -e
-mount -t tmpfs -o size=200k tmpfs "$1"
+mount -t tmpfs -o size=200k tmpfs "$1" || exit 99
+space=$1
 shift
-exec "$@"
+"$@"
+echo "first: $?" >&2
+mount -o remount,size=20m "$space" || exit 99
+"$@"
+echo "second: $?" >&2
+cp "$space"/* "$space/.."
 """
 
 
-def test_a_full_disk_ends_the_job_and_keeps_what_is_done(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_job_and_with_more_room_it_goes_on_where_it_was(tmp_path: Path) -> None:
     space = tmp_path / "space"
     space.mkdir()
     probe = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", FULL, "sh", str(space), "true"],
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", FULL, "sh", str(space), "touch", str(space / "x")],
         capture_output=True,
         check=False,
     )
     if probe.returncode != 0:
         pytest.skip("no right to mount a small disk")
     model = make_model(tmp_path / "models")
-    make_images(tmp_path / "images", 3000)
+    paths = make_images(tmp_path / "images", 3000)
     done = subprocess.run(
         [
             "unshare", "--user", "--map-root-user", "--mount", "sh", "-c", FULL, "sh", str(space),
-            *command(tmp_path / "images", "--model", model, "--out", space / "r.parquet"),
+            *command(tmp_path / "images", "--model", model, "--out", space / "r.parquet", "--json"),
         ],
         capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
-    assert done.returncode == 3, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "first: 3\n" in done.stderr
+    assert "second: 0\n" in done.stderr
     assert "No space left on device" in done.stderr
     assert "results are safe: free some space and run the same command again" in done.stderr
     assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["num_resumed"] > 100
+    check_results(tmp_path / "r.parquet", paths)
+    assert not list(space.iterdir())  # it was the small disk's

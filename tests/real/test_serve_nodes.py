@@ -20,6 +20,7 @@ from wirespeed import wire
 from wirespeed.errors import PeerFailure
 from wirespeed.serve.client import InferenceClient
 from wirespeed.serve.heartbeat import Beat, decode_beat
+from wirespeed.serve.node_messages import InferHead, ScatterHead, encode_meta
 from wirespeed.serve.node_link import LinkTimes, NodeLink, NodeState
 from wirespeed.serve.requests import InferRequest
 from wirespeed.serve.router import Router, expected_wait_s
@@ -191,6 +192,24 @@ def test_malformed_calls_are_refused_and_the_node_goes_on(tmp_path: Path) -> Non
                     else:
                         assert method == "beat", (meta, reply.payload)
             assert statuses == {wire.Status.INVALID}
+            content = b"some image"
+            whole = {
+                "scatter": ScatterHead("digest", "", "fp32", [len(content)] * 2),
+                "infer": InferHead("digest", "", [("image", "BYTES", (1,), 4 + len(content))]),
+            }
+            for method, head in whole.items():
+                element = len(content).to_bytes(4, "little") + content
+                payload = element * len(head.sizes if isinstance(head, ScatterHead) else head.tensors)
+                assert (await connection.call(method, payload, meta=encode_meta(head), timeout_s=60)).payload
+                for _ in range(150):
+                    meta, changed = bytearray(encode_meta(head)), bytearray(payload)
+                    for damaged in (meta, changed):
+                        damaged[int(rng.integers(0, len(damaged)))] = int(rng.integers(0, 256))
+                    try:
+                        # It may still be a call: of another model, say, which is an answer that says so.
+                        await connection.call(method, bytes(changed), meta=bytes(meta), timeout_s=60)
+                    except wire.CallFailed as fault:
+                        assert fault.status is wire.Status.INVALID, (method, bytes(meta), fault)
             decode_beat((await connection.call("beat", bytes(4), timeout_s=60)).payload)
         link = NodeLink(node.address, security=wire.Security())
         link.start()

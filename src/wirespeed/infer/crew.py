@@ -20,7 +20,7 @@ from wirespeed.serve.features import encoded_specs
 from wirespeed.serve.model import Model
 from wirespeed.serve.node import ScatterResult, scatter
 from wirespeed.serve.node_link import LinkTimes, NodeLink
-from wirespeed.serve.node_messages import blob_input
+from wirespeed.serve.node_messages import Described, blob_input
 from wirespeed.serve.router import Router
 
 
@@ -104,6 +104,8 @@ class RemoteCrew:
         self._on_change: Callable[[], None] = lambda: None
         self._members: dict[NodeLink, _RemoteMember] = {}
         self._strangers: set[str] = set()
+        self._judged: dict[NodeLink, tuple[Described | None, bool]] = {}
+        """What each node said of the model last, and whether that is the job's."""
         self._model: JobModel | None = None
         self.router = Router(
             addresses, security=security, times=times, on_news=on_news, on_change=lambda _: self._on_change()
@@ -159,7 +161,12 @@ class RemoteCrew:
     def _is_right(self, link: NodeLink) -> bool:
         assert self._model is not None
         held = link.models.get(self._model.name)
-        if held is not None and _same(held.config, self._model, self._encoding):
+        judged = self._judged.get(link)
+        if judged is not None and judged[0] is held:
+            return judged[1]  # asked for every answer, and rarely anything new
+        is_right = held is not None and _same(held.config, self._model, self._encoding)
+        self._judged[link] = (held, is_right)
+        if is_right:
             return True
         if link.address not in self._strangers:
             self._strangers.add(link.address)

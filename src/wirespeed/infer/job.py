@@ -304,7 +304,7 @@ class Job:
                 key = self._items[index].key
                 if self._settle(index, Row(key, tuple(array[row] for array in arrays))):
                     self._per_node[member.name] = self._per_node.get(member.name, 0) + 1
-        num_nodes = len(self._crew.members())
+        num_nodes = len(self._crew.members()) if result.failures else 0
         for place, reason, text in result.failures:
             if reason is Reason.EXHAUSTED:
                 self._schedule.pause(member.name, time.monotonic() + _FULL_PAUSE_S)

@@ -21,11 +21,15 @@ from wirespeed.serve.infer_codec import to_request, to_response
 from wirespeed.serve.predict import predict
 from wirespeed.serve.repository import parse_overrides
 from wirespeed.serve.status import Reason, RequestFailed
+from wirespeed.serve.stream_window import StreamWindow
+from wirespeed.units import MIB
 
 SERVICE = "inference.GRPCInferenceService"
 PREDICT_SERVICE = "wirespeed.v1.Inference"
 STREAM_DEPTH = 64
 """Requests of one stream that may be under way; beyond it the stream is not read, and its client has to wait."""
+STREAM_BYTES = 64 * MIB
+"""The same for their bytes and those of answers that wait to be read; one message of any size is always taken."""
 
 _UNARY = (
     "ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics",
@@ -92,11 +96,21 @@ class GrpcDoor:
         ends_on_error = str(metadata.get("triton_grpc_error", "")).lower() == "true"
         queue: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(STREAM_DEPTH)
         tasks: set[asyncio.Task[bytes]] = set()
+        window = StreamWindow(STREAM_BYTES)
+
+        async def one(message: bytes) -> bytes:
+            answer = b""
+            try:
+                answer = await self._stream_one(message, context, ends_on_error=ends_on_error)
+            finally:
+                window.turn(len(message), len(answer))
+            return answer
 
         async def read() -> None:
             try:
                 async for message in messages:
-                    task = self._loop.create_task(self._stream_one(message, context, ends_on_error=ends_on_error))
+                    await window.enter(len(message))
+                    task = self._loop.create_task(one(message))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
                     await queue.put(task)
@@ -106,7 +120,9 @@ class GrpcDoor:
         reader = self._loop.create_task(read())
         try:
             while (task := await queue.get()) is not None:
-                await context.write(await task)
+                answer = await task
+                await context.write(answer)
+                window.leave(len(answer))
         except RequestFailed as fault:
             await _abort(context, fault)
         finally:
