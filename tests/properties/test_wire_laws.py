@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from wirespeed.errors import DataError
 from wirespeed.wire import Limits, connect, listen, run
 from wirespeed.wire.buffers import BufferPool
-from wirespeed.wire.frames import HEADER_BYTES, Header, Kind, pack_header, unpack_header
+from wirespeed.wire.frames import HEADER_BYTES, Header, Kind, pack_header, pack_start, pack_whole, unpack_header
 from wirespeed.wire.reader import FrameReader, Payload, Placement
 
 MAX = 300_000
@@ -208,3 +208,43 @@ def test_a_server_outlives_whatever_is_sent_to_it(data: bytes, has_header: bool)
             assert server.budget.used_bytes == 0
 
     run(test())
+
+
+@given(st.integers(1, 11), st.integers(0, 65535), *[st.integers(0, 2**32 - 1)] * 3)
+def test_a_small_messages_header_is_packed_as_any_other(
+    kind: int, code: int, stream: int, total: int, extra: int
+) -> None:
+    head = pack_whole(pack_start(kind, code), stream, total, 0, total, extra)
+    packed = head + zlib.crc32(head).to_bytes(4, "little")
+    assert packed == pack_header(kind, code, 0, stream, total, 0, total, extra)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.binary(max_size=30), st.integers(0, 9000)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=2),
+    st.lists(st.integers(1, 30_000), min_size=1, max_size=4),
+)
+def test_small_frames_cut_at_once_and_one_by_one_are_the_same_and_so_is_what_is_wrong_with_them(
+    held: list[tuple[bytes, int]], changes: list[tuple[int, int]], cuts: list[int]
+) -> None:
+    data = bytearray().join(
+        frame
+        for stream, (meta, size) in enumerate(held, 1)
+        for frame in frames_of(stream, meta, bytes([stream]) * size, 2**20)
+    )
+    for place, value in changes:
+        data[place % len(data)] = value
+    told = []
+    for is_one_by_one in (False, True):
+        owner = Owner()
+        reader = reader_of(owner, BufferPool())
+        if is_one_by_one:
+            reader._small_bytes = -1
+        text = ""
+        try:
+            feed(reader, bytes(data), cuts if sum(cuts) * 500 > len(data) else [4096])
+        except DataError as fault:
+            text = str(fault)
+        told.append((owner.got, text, reader.num_assemblies))
+    assert told[0] == told[1]

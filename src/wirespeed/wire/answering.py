@@ -157,9 +157,10 @@ class ServerConnection(Endpoint):
         if payload is None:  # cancelled while it came in
             self._owe(message_cost(header))
             return
-        if stream <= self._last_stream and (stream in self._running or stream in self._answers):
+        if stream > self._last_stream:
+            self._last_stream = stream
+        elif stream in self._running or stream in self._answers:
             raise DataError(f"got stream {stream} twice")
-        self._last_stream = max(self._last_stream, stream)
         server = self._server
         handlers = server.handlers
         deadline_s = self._loop.time() + header.extra / 1000
@@ -172,7 +173,8 @@ class ServerConnection(Endpoint):
         else:
             name, handler = handlers[header.code]
             self._run(header, _new_tuple(Request, (name, payload, meta, deadline_s, self.peer, stream)), handler)
-        if server.budget.is_spent:
+        budget = server.budget
+        if budget.used_bytes >= budget.limit_bytes:
             self._wait_for_memory()
 
     def _run(self, header: Header, request: Request, handler: Handler) -> None:
