@@ -110,9 +110,8 @@ def ray(port, folder):
     from starlette.responses import Response
 
     engine.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=2**27, _temp_dir=str(folder / "ray"),
-        runtime_env={"env_vars": {"PYTHONPATH": str(HERE)}},
-    )  # fmt: skip
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=2**27, _temp_dir=str(folder / "ray")
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
 
     def deployment(name):

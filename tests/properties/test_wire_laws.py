@@ -104,7 +104,7 @@ def test_messages_survive_any_cutting_and_any_interleaving(
 def test_a_header_reads_back(kind: int, code: int, stream: int, extra: int) -> None:
     raw = pack_header(kind, code, 7, stream, 100, 0, 60, extra)
     assert len(raw) == HEADER_BYTES
-    assert unpack_header(memoryview(raw), 0) == (kind, code, 7, stream, 100, 0, 60, extra)
+    assert unpack_header(memoryview(raw), 0) == Header(kind, code, 7, stream, 100, 0, 60, extra)
 
 
 @given(st.integers(0, HEADER_BYTES * 8 - 1))

@@ -43,7 +43,6 @@ MAX_CONTROL_BYTES = 8 * 1024
 _BLOCK_BYTES = 16 * 1024
 """Small frames are cut out of a copy of so many bytes: slicing bytes costs half of slicing a view."""
 _CHECKED_BYTES = HEADER_BYTES - 4
-_new_tuple = tuple.__new__
 
 Payload = bytes | memoryview
 _NOTHING = memoryview(b"")
@@ -276,15 +275,16 @@ class FrameReader:
             ):
                 break
             meta = block[start + HEADER_BYTES : begin] if meta_bytes else b""
-            self._start = origin + stop
-            self._is_after_large = self._is_after_medium = False
+            if start == 0:
+                self._is_after_large = self._is_after_medium = False
+            start = stop
+            self._start = place = origin + stop
             deliver(
-                _new_tuple(Header, (kind, code, meta_bytes, stream, total, offset, length, extra)),
+                Header(kind, code, meta_bytes, stream, total, offset, length, extra),
                 meta,
                 block[begin:stop],
             )
-            start = stop
-            if self._start != origin + stop:
+            if self._start != place:
                 return True  # what it did freed memory, and reading went on from within
         return start > 0
 

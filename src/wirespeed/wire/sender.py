@@ -21,7 +21,6 @@ Buffer = bytes | bytearray | memoryview
 FLUSH_EVERY = 16
 """Small messages that one system call carries: enough to share its cost, few enough that the peer can start on them."""
 _FLUSH_PARTS = 3 * FLUSH_EVERY
-_LISTS = (list, tuple)
 
 
 def as_parts(payload: object) -> tuple[list[Buffer], int]:
@@ -34,8 +33,7 @@ def as_parts(payload: object) -> tuple[list[Buffer], int]:
         return [payload], len(payload)
     parts: list[Buffer] = []
     total = 0
-    # Exactly these: a named tuple, such as a Reply that a handler passes on, is not a list of buffers.
-    for given in payload if type(payload) in _LISTS else (payload,):  # type: ignore[attr-defined]
+    for given in payload if isinstance(payload, list | tuple) else (payload,):
         try:
             part = given if type(given) is bytes else memoryview(given).cast("B")
         except (TypeError, ValueError) as fault:
