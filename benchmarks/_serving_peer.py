@@ -14,6 +14,7 @@ from pathlib import Path
 from _serving_models import ITEMS, MAX_DELAY_S, MAX_ROWS, MODELS, from_bytes
 
 HERE = Path(__file__).resolve().parent
+DATATYPES = {"float32": "FP32", "uint8": "UINT8"}
 
 
 def litserve(port, folder):
@@ -91,7 +92,7 @@ def mlserver(port, folder):
             "implementation": f"_serving_peer_mlserver.{name.capitalize()}",
             "max_batch_size": MAX_ROWS,
             "max_batch_time": MAX_DELAY_S,
-            "inputs": [{"name": "x", "datatype": {"float32": "FP32", "uint8": "UINT8"}[datatype], "shape": [-1, width]}],
+            "inputs": [{"name": "x", "datatype": DATATYPES[datatype], "shape": [-1, width]}],
             "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, out]}],
         }
         (model / "model-settings.json").write_text(json.dumps(settings))
@@ -109,9 +110,8 @@ def ray(port, folder):
     from starlette.requests import Request
     from starlette.responses import Response
 
-    engine.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=2**27, _temp_dir=str(folder / "ray")
-    )
+    limits = {"num_cpus": 2, "object_store_memory": 2**27}
+    engine.init(include_dashboard=False, log_to_driver=False, _temp_dir=str(folder / "ray"), **limits)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
 
     def deployment(name):

@@ -1,4 +1,4 @@
-"""The models of benchmarks/serving_vs_peers.py as MLServer wants them: classes, found by name in model-settings.json."""
+"""The models of benchmarks/serving_vs_peers.py as MLServer wants them: classes, named in model-settings.json."""
 
 from _serving_models import MODELS
 from mlserver import MLModel

@@ -67,6 +67,15 @@ shape = [{out}]
 """
 
 
+MODEL = """from _serving_models import MODELS
+
+
+class Model:
+    def infer(self, inputs):
+        return {{"y": MODELS["{name}"](inputs["x"])}}
+"""
+
+
 class Peer(NamedTuple):
     """``packages``: what pip is given. ``door``: how it is spoken to."""
 
@@ -154,8 +163,8 @@ async def asking(door: str, address: str, want: Wanted) -> AsyncIterator[Callabl
         return
     kind = "octet-stream" if door == "http" else "vnd.bentoml+pickle"
     body = want.array.tobytes() if door == "http" else pickle.dumps({"x": want.array}, protocol=5)
-    head = f"POST /{want.model} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/{kind}\r\ncontent-length: {len(body)}"
-    request = head.encode() + b"\r\n\r\n" + body
+    head = f"POST /{want.model} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/{kind}\r\n"
+    request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
     connections = HttpConnections(address)
 
     async def ask_http() -> None:
@@ -227,9 +236,9 @@ def ours(folder: Path) -> Iterator[Running]:
         (folder / name).mkdir()
         settings = {"rows": MAX_ROWS, "delay_ms": MAX_DELAY_S * 1e3, "width": width, "out": out}
         (folder / name / "model.toml").write_text(TOML.format(datatype=DATATYPES[datatype], **settings))
-        text = f"from _serving_models import MODELS\n\n\nclass Model:\n    def infer(self, inputs):\n        return {{'y': MODELS['{name}'](inputs['x'])}}\n"
-        (folder / name / "model.py").write_text(text)
-    command = [sys.executable, "-m", "wirespeed", "serve", str(folder), "--grpc", "127.0.0.1:0", "--http", "none", "--json"]
+        (folder / name / "model.py").write_text(MODEL.format(name=name))
+    command = [sys.executable, "-m", "wirespeed", "serve", str(folder), "--grpc", "127.0.0.1:0", "--http", "none"]
+    command.append("--json")
     with serving(command, {"PYTHONPATH": str(HERE)}, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         text = ""

@@ -43,7 +43,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 120.0
     patience_s: float = 60.0
     """How long nobody may be there to run inputs."""
-    write_every_s: float = 0.25
+    write_every_s: float = 0.1
     """Often enough that little is left to write when the last answer comes."""
     reading: ReadBounds = ReadBounds()
     bounds: Bounds = Bounds()

@@ -185,8 +185,8 @@ class ServerConnection(Endpoint):
             self._fail_with(header, request, fault)
             return
         if type(result) is bytes and len(result) <= SMALL_BYTES and not self.is_closed and self._sender is not None:
-            total = len(result)
-            if total <= self._max_reply_bytes and self._sender.send_bytes(_REPLY_START, header.stream, result, total, 0):
+            total, send = len(result), self._sender.send_bytes
+            if total <= self._max_reply_bytes and send(_REPLY_START, header.stream, result, total, 0):
                 self._consumed(header)
                 return
         if not isinstance(result, _AT_ONCE) and isinstance(result, Awaitable):

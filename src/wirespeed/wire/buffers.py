@@ -32,16 +32,21 @@ class BufferPool:
 
     def take(self, num_bytes: int) -> memoryview:
         """A writable view of ``num_bytes``; its content is whatever was there."""
-        size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()) if num_bytes else _LEAST_BYTES
+        size = 1 << (num_bytes - 1).bit_length() if num_bytes > _LEAST_BYTES else _LEAST_BYTES
         held = self._classes.setdefault(size, [])
-        num_held = len(held)
+        last = len(held) - 1
         # First the last ones used, which are still in the processor's cache; then the longest unused, most likely free.
-        for place in (*range(num_held - 1, max(-1, num_held - 1 - _TRIES), -1), *range(min(_TRIES, num_held - _TRIES))):
+        place = last
+        while place >= 0:
             buffer = held[place]
             if _is_free(buffer):
-                if place != num_held - 1:
-                    held.append(held.pop(place))
+                if place != last:
+                    del held[place]
+                    held.append(buffer)
                 return memoryview(buffer)[:num_bytes]
+            place -= 1
+            if place == last - _TRIES:
+                place = min(place, _TRIES - 1)
         if self._pooled_bytes + size > self._max_pooled_bytes:
             self._drop_free()
         buffer = bytearray(size)

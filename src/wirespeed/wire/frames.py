@@ -41,7 +41,7 @@ _CRC = struct.Struct("<I")
 _CHECKED_BYTES = HEADER_BYTES - _CRC.size
 _START = struct.Struct("<2sBBHH")
 
-# For the two loops that run once per small frame, in reader.py and sender.py; everything else calls the functions below.
+# For the loops that run once per small frame, in reader.py and sender.py; everything else calls the functions below.
 unpack_fields = _HEADER.unpack_from
 """Magic, version, the fields of Header, and the checksum, of the 32 bytes at an offset. Nothing of it is checked."""
 pack_whole = struct.Struct("<8sIIIII").pack

@@ -103,6 +103,7 @@ class FrameReader:
         self._max_message_bytes = max_message_bytes
         self._small_bytes = min(max_message_bytes, MAX_CONTROL_BYTES)
         """Up to here a frame is within its limit, whatever its kind."""
+        self._medium_bytes = min(max_message_bytes, MEDIUM_BYTES)
         self._pool = pool
         self._scratch = Scratch() if pool is None else pool.scratch
         self._buffer = _NOTHING
@@ -163,7 +164,7 @@ class FrameReader:
                 self._buffer = self._pool.take(self._arena_bytes)
             else:
                 self._buffer = self._scratch.view()
-        elif len(self._buffer) - self._end < max(_LEAST_ROOM, self._wanted_end - self._end):
+        elif len(self._buffer) < (self._wanted_end if self._wanted_end else self._end + _LEAST_ROOM):
             self._move()
         if self._is_after_large:
             # Another large one is likely: what of it lands here is copied, what comes after its header is not.
@@ -180,7 +181,7 @@ class FrameReader:
             self._buffer = self._pool.take(max(self._arena_bytes, self._wanted_end - self._start, left + _LEAST_ROOM))
             self._is_scratch = False
         self._buffer[:left] = rest
-        self._wanted_end -= self._start
+        self._wanted_end = max(0, self._wanted_end - self._start)
         self._start, self._end = 0, left
 
     def buffer_updated(self, num_bytes: int) -> None:
@@ -218,7 +219,7 @@ class FrameReader:
         """Deliver the whole frames that are here."""
         self._wanted_end = 0
         while self._end - self._start >= HEADER_BYTES and not self.is_waiting:
-            if self._is_scratch and self._cut_small():
+            if self._cut_small() if self._is_scratch else self._cut_medium():
                 continue
             buffer, start = self._buffer, self._start
             header = unpack_header(buffer, start)
@@ -241,12 +242,9 @@ class FrameReader:
                 self._check(header)
                 if header.stream in self._assemblies:
                     raise DataError(f"got two messages of stream {header.stream} at once")
-                if stop > self._end:
-                    self._wanted_end = stop
-                    return
-                meta = bytes(buffer[start + HEADER_BYTES : begin]) if header.meta_bytes else b""
-                self._start = stop
-                self._owner.deliver(header, meta, buffer[begin:stop])
+                assert stop > self._end  # whole ones are for _cut_medium
+                self._wanted_end = stop
+                return
             elif not self._begin_frame(header, begin):
                 break
 
@@ -288,6 +286,36 @@ class FrameReader:
                 return True  # what it did freed memory, and reading went on from within
         return start > 0
 
+    def _cut_medium(self) -> bool:
+        """As ``_cut_small``, for medium messages in an arena, whose payloads are views of it."""
+        buffer, origin, deliver = self._buffer, self._start, self._owner.deliver
+        limit, place = self._medium_bytes, origin
+        while self._end - place >= HEADER_BYTES:
+            magic, version, kind, code, meta_bytes, stream, total, offset, length, extra, crc = unpack_fields(buffer, place)
+            begin = place + HEADER_BYTES + meta_bytes
+            stop = begin + length
+            if (
+                not SMALL_BYTES < length <= limit
+                or stop > self._end
+                or crc != crc32(buffer[place : place + _CHECKED_BYTES])
+                or magic != MAGIC
+                or version != VERSION
+                or kind not in self.allowed
+                or kind not in CARRIES_MESSAGE
+                or length != total
+                or offset
+                or meta_bytes > MAX_META_BYTES
+                or stream in self._assemblies
+            ):
+                break
+            meta = bytes(buffer[place + HEADER_BYTES : begin]) if meta_bytes else b""
+            self._start = place = stop
+            header = Header(kind, code, meta_bytes, stream, total, offset, length, extra)
+            deliver(header, meta, buffer[begin:stop])
+            if self._start != place or self._buffer is not buffer:
+                return True
+        return place > origin
+
     def _check(self, header: Header) -> None:
         if header.kind not in self.allowed:
             raise DataError(f"got a frame of kind {header.kind} at this point of the connection")
@@ -318,7 +346,9 @@ class FrameReader:
         self._is_after_medium = header.total <= MEDIUM_BYTES
         self._is_after_large = not self._is_after_medium
         if self._is_after_medium:
-            self._arena_bytes = 1 << (2 * header.total - 1).bit_length()
+            # Of as many such messages as fit: where others of its size follow, none of them lies across its end.
+            num_bytes = HEADER_BYTES + header.meta_bytes + header.total
+            self._arena_bytes = (1 << (2 * num_bytes - 1).bit_length()) // num_bytes * num_bytes
         here = min(header.length, self._end - begin)
         if assembly.view is not None:
             assembly.view[assembly.received : assembly.received + here] = self._buffer[begin : begin + here]
