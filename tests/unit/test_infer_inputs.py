@@ -157,3 +157,11 @@ def test_reading_stops_ahead_of_what_is_written(tmp_path: Path) -> None:
     for _ in range(14):
         assert came.acquire(timeout=60)
     reader.stop()
+
+
+def test_a_file_that_does_not_tell_its_size_is_read_whole() -> None:
+    assert Path("/proc/version").stat().st_size == 0
+    found = read_all([Item("version", "/proc/version"), Item("limited", "/proc/version")])
+    assert found[0] == Loaded(0, Path("/proc/version").read_bytes())
+    limited = read_all([Item("version", "/proc/version")], bounds=ReadBounds(max_item_bytes=10))
+    assert limited[0].error == "it is larger than 10 B"

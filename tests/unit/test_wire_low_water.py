@@ -8,7 +8,8 @@ from typing import Literal
 
 from wirespeed import wire
 from wirespeed.wire.frames import Header, Kind, pack_header
-from wirespeed.wire.reader import WORTH_WAITING_BYTES, FrameReader, Payload, Placement
+from wirespeed.wire.buffers import BufferPool
+from wirespeed.wire.reader import LEAST_WAIT_BYTES, WORTH_WAITING_BYTES, FrameReader, Payload, Placement
 
 
 class Owner:
@@ -49,6 +50,20 @@ def test_what_is_waited_for_is_always_still_to_come_and_ends_with_the_frame() ->
     assert max(told) == WORTH_WAITING_BYTES
     # Once per frame it is taken back: what follows may be small.
     assert told.count(0) == 2
+
+
+def test_the_rest_of_a_medium_payload_is_waited_for_and_nothing_behind_it() -> None:
+    told: list[int] = []
+    owner = Owner()
+    reader = FrameReader(owner, allowed=frozenset(Kind), max_message_bytes=1 << 24, pool=BufferPool(), expect=told.append)
+    medium = bytes(range(250)) * 800  # 200,000 bytes
+    feed(reader, frame(medium, 1) + frame(medium, 2) + frame(b"small", 3) + frame(medium, 4), step=16_000)
+    assert owner.got == [medium, medium, b"small", medium]
+    # Never more than what is missing of the frame, and at last, when less than 32 KiB is, nothing.
+    assert max(told) <= 200_032
+    assert all(count == 0 or count >= LEAST_WAIT_BYTES for count in told)
+    assert told.count(0) == 3
+    assert told[-1] == 0
 
 
 def test_a_payload_that_stops_half_way_does_not_hide_what_has_come() -> None:

@@ -34,7 +34,7 @@ MEDIUM_BYTES = 320 * 1024
 """Up to here a payload is delivered as a view of an arena, which it keeps from being used again. Arenas are twice as
 large as the last such payload, at least, so that what is kept holds at most four times its own size."""
 WORTH_WAITING_BYTES = 256 * 1024
-"""In a large payload: on a shaped or slow link a read per burst, of 16 KiB or so, costs more than moving the bytes."""
+"""In a large or medium payload: on a shaped link a read per burst, of 16 KiB or so, costs more than moving the bytes."""
 LEAST_WAIT_BYTES = 32 * 1024
 _LEAST_ROOM = HEADER_BYTES + MAX_META_BYTES
 MAX_CONTROL_BYTES = 8 * 1024
@@ -206,7 +206,9 @@ class FrameReader:
         self._parse()
 
     def _parse(self) -> None:
-        self._cut()
+        worth_bytes = self._cut()
+        if self._current is None:
+            self._tell(worth_bytes)
         if self._start == self._end:
             if self._is_scratch and self._buffer is not _NOTHING:
                 self._scratch.back(self._buffer)
@@ -215,8 +217,8 @@ class FrameReader:
         elif self._is_scratch:
             self._scratch.keep(self._buffer)
 
-    def _cut(self) -> None:
-        """Deliver the whole frames that are here."""
+    def _cut(self) -> int:
+        """Deliver the whole frames that are here. Gives how many bytes of the next one are worth waiting for."""
         self._wanted_end = 0
         while self._end - self._start >= HEADER_BYTES and not self.is_waiting:
             if self._cut_small() if self._is_scratch else self._cut_medium():
@@ -226,14 +228,14 @@ class FrameReader:
             begin = start + HEADER_BYTES + header.meta_bytes
             if begin > self._end:
                 self._check(header)
-                return
+                return 0
             stop = begin + header.length
             is_whole = header.length == header.total
             if is_whole and header.length <= SMALL_BYTES:
                 self._check(header)
                 if stop > self._end:
                     self._wanted_end = stop
-                    return
+                    return 0
                 meta = bytes(buffer[start + HEADER_BYTES : begin]) if header.meta_bytes else b""
                 self._start = stop
                 self._is_after_large = self._is_after_medium = False
@@ -244,9 +246,10 @@ class FrameReader:
                     raise DataError(f"got two messages of stream {header.stream} at once")
                 assert stop > self._end  # whole ones are for _cut_medium
                 self._wanted_end = stop
-                return
+                return min(stop - self._end, WORTH_WAITING_BYTES)
             elif not self._begin_frame(header, begin):
                 break
+        return 0
 
     def _cut_small(self) -> bool:
         """Deliver the small, whole and flawless frames at the front. False: the first frame is none of those.
