@@ -8,6 +8,7 @@ MAX_GROUP_BYTES: at any time about a fifth of it, at most, waits for its group t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from wirespeed.infer.columns import ERROR, KEY
 GROUP_BYTES = 256 * 1024
 MAX_GROUP_BYTES = 64 * 1024**2
 MAX_GROUP_ROWS = 16384
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _GROWTH = 4
 """A group is as large as this fraction of what is written: 1/4 makes about 25 groups up to the largest one."""
 
@@ -85,6 +87,15 @@ class Output:
         self._held, self._held_rows, self._held_bytes = [], 0, 0
         self._writer.write_table(pa.Table.from_batches(held, self._schema), row_group_size=num_rows)
         self._written_bytes += num_bytes
+        self._stream.flush()
+        _begin_write_back(self._stream.fileno())
+
+
+def _begin_write_back(descriptor: int) -> None:
+    """Let the kernel write to the disk what the file has so far: the fsync at the end would wait for all of it."""
+    with contextlib.suppress(AttributeError, OSError):  # it only saves time
+        start = end = ctypes.c_int64(0)  # all of it
+        ctypes.CDLL(None).sync_file_range(descriptor, start, end, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def leaves(schema: pa.Schema) -> list[str]:
