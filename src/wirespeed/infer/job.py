@@ -278,10 +278,10 @@ class Job:
         self._calls.discard(done)
         fault = asyncio.CancelledError() if done.cancelled() else done.exception()
         now_s = time.monotonic()
-        if not self._is_warm:
+        if fault is None and not self._is_warm:
             # Not sooner: until the first nodes have work, nothing is to be done beside reading and sending.
             self._is_warm = True
-            self._in_writer(self._results.warm_up)
+            self._in_writer(self._results.warm_up).add_done_callback(self._worked)
         self._schedule.finished(chunk, now_s, has_answer=fault is None)
         if fault is None:
             self._gather(member, chunk, done.result())
@@ -355,14 +355,18 @@ class Job:
 
         def written(done: asyncio.Future[None]) -> None:
             self._is_writing = False
-            fault = None if done.cancelled() else done.exception()
-            if fault is not None:
-                self._fault = self._fault or fault
-                self._wake.set()
-            else:
+            if self._worked(done):
                 self._reader.written(place)
 
         self._in_writer(lambda: self._results.write(first, rows)).add_done_callback(written)
+
+    def _worked(self, done: asyncio.Future[None]) -> bool:
+        """Whether the writing thread did it; else the job ends with its fault."""
+        fault = None if done.cancelled() else done.exception()
+        if fault is not None:
+            self._fault = self._fault or fault
+            self._wake.set()
+        return fault is None
 
     def _in_writer(self, work: Callable[[], None]) -> asyncio.Future[None]:
         return self._loop.run_in_executor(self._writer, work)
