@@ -137,3 +137,71 @@ def test_heartbeats_take_less_than_1_kb_a_second_at_the_nodes_interface(tmp_path
         rate = float(counted.stdout)
         # A beat's request and answer are 36 and 88 bytes of frames in four packets of 66 bytes of headers, once a second.
         assert 200 < rate < 1000, counted
+
+
+# Twelve callers over a router, until stdin ends; news on stdout, and at last what became of the calls.
+CALLERS = """
+import asyncio, hashlib, json, os, sys, time
+import numpy as np
+from wirespeed import wire
+from wirespeed.serve.requests import InferRequest
+from wirespeed.serve.router import Router
+from wirespeed.serve.tensors import from_array, to_array
+
+async def main():
+    router = Router(
+        sys.argv[1:], security=wire.Security(token=os.environ["WIRESPEED_TOKEN"]), on_news=lambda text: print(text, flush=True)
+    )
+    await router.open(at_least=len(sys.argv) - 1)
+    loop, told = asyncio.get_running_loop(), {"right": 0, "wrong": 0, "failed": [], "longest_s": 0.0}
+    end = loop.create_future()
+    loop.add_reader(sys.stdin.fileno(), lambda: end.done() or end.set_result(None))
+
+    async def caller(number):
+        place = 0
+        while not end.done():
+            place += 1
+            content = f"{number} {place}".encode()
+            request, begin_s = InferRequest([from_array("image", np.array([content], object))]), time.monotonic()
+            try:
+                features = to_array((await router.infer("digest", "", request, timeout_s=30))[0])
+            except Exception as fault:
+                told["failed"].append(str(fault))
+                continue
+            is_right = features.reshape(-1).tolist() == [float(byte) for byte in hashlib.sha256(content).digest()]
+            told["right" if is_right else "wrong"] += 1
+            told["longest_s"] = max(told["longest_s"], time.monotonic() - begin_s)
+            if told["right"] == 100:
+                print("going", flush=True)
+
+    await asyncio.gather(*(caller(number) for number in range(12)))
+    await router.close()
+    print(json.dumps({**told, "retried": router.num_retried}), flush=True)
+
+wire.run(main())
+"""
+
+
+def test_requests_under_way_at_a_node_that_is_cut_off_are_answered_by_others_within_three_seconds(
+    tmp_path: Path,
+) -> None:
+    make_model(tmp_path / "models", row_s=0.005)
+    with Lab(LabSpec.parse("4x100mbit")) as lab, nodes_in(lab, tmp_path / "models") as addresses:
+        router = lab.popen(
+            "h0", python(CALLERS, *addresses), env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert router.stdout is not None
+        assert router.stdin is not None
+        assert router.stdout.readline() == b"going\n"
+        lab.fault("h2", "partition", other="h0")
+        assert b"node 10.77.0.3:7000 is out: " in router.stdout.readline()
+        lab.fault("h2", "heal")
+        assert router.stdout.readline() == b"node 10.77.0.3:7000 is back\n"
+        router.stdin.close()
+        told = json.loads(router.stdout.read())
+        assert router.wait(60) == 0
+        assert (told["wrong"], told["failed"]) == (0, [])
+        assert told["right"] > 100
+        assert told["retried"] > 0
+        # The node is given up within 3 s; then the request runs once more. A busy machine's pauses come on top.
+        assert told["longest_s"] < 5
