@@ -32,6 +32,11 @@ class Desk:
         """Whether requests are taken and every loaded model has a running instance."""
         return not self.is_draining and all(model.is_ready for model in self.models.models.values())
 
+    @property
+    def asks_token(self) -> bool:
+        """Whether ``check_entry`` has anything to check."""
+        return self._token is not None
+
     def check_entry(self, authorization: str | None) -> None:
         """Raise RequestFailed (UNAUTHENTICATED) where a token is asked for and ``authorization`` does not bear it."""
         if self._token is None:

@@ -258,6 +258,8 @@ class GrpcDoor:
         return handle
 
     def _check_entry(self, context: Context) -> None:
+        if not self._desk.asks_token:
+            return
         metadata = dict(context.invocation_metadata() or ())
         given = metadata.get("authorization")
         self._desk.check_entry(given if isinstance(given, str) or given is None else given.decode(errors="replace"))
