@@ -1,9 +1,10 @@
 """The models of benchmarks/serving_vs_peers.py as MLServer wants them: classes, named in model-settings.json."""
 
-from _serving_models import MODELS
 from mlserver import MLModel
 from mlserver.codecs import NumpyCodec
 from mlserver.types import InferenceRequest, InferenceResponse
+
+from _serving_models import MODELS
 
 
 class _Model(MLModel):

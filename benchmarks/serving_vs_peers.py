@@ -121,6 +121,7 @@ class HttpConnections:
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def post(self, request: bytes) -> bytes:
+        """The body of the answer to a whole request. Raises RuntimeError for any status but 200."""
         host, _, port = self._address.rpartition(":")
         reader, writer = self._free.pop() if self._free else await asyncio.open_connection(host, int(port), limit=2**22)
         writer.write(request)
@@ -142,6 +143,7 @@ class HttpConnections:
         return body
 
     async def close(self) -> None:
+        """Close what is kept."""
         for _, writer in self._free:
             writer.close()
             with contextlib.suppress(OSError):
@@ -262,7 +264,10 @@ def interpreter(name: str) -> tuple[str, dict[str, str]]:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     system = Path(f"/usr/bin/python{version}")
     if not sysconfig.get_config_var("Py_ENABLE_SHARED") and system.exists():
-        return str(system), {"PYTHONPATH": str(own / "lib" / f"python{version}" / "site-packages"), "PYTHONNOUSERSITE": "1"}
+        return str(system), {
+            "PYTHONPATH": str(own / "lib" / f"python{version}" / "site-packages"),
+            "PYTHONNOUSERSITE": "1",
+        }
     return str(python), {}
 
 
@@ -336,7 +341,9 @@ def compare(name: str, rounds: int, seconds: float) -> dict[str, Any]:
                 want, found[model] = wanted(model), {}
                 for callers in CALLERS:
                     found[model][str(callers)] = row = one_row(arms, want, callers, rounds, seconds)
-                    told = "  ".join(f"{arm} {row['per_s'][arm]:7.0f}/s p99 {row['p99_s'][arm] * 1e3:6.1f} ms" for arm in arms)
+                    told = "  ".join(
+                        f"{arm} {row['per_s'][arm]:7.0f}/s p99 {row['p99_s'][arm] * 1e3:6.1f} ms" for arm in arms
+                    )
                     print(f"{model:>9} {callers:>2}  {told}  {row['rate_ratio']:.2f}x", file=sys.stderr, flush=True)
             found["memory_bytes"] = {arm: running.memory_bytes() for arm, running in arms.items()}
     finally:
@@ -379,7 +386,9 @@ def bars_of(results: dict[str, Any]) -> list[Bar]:
             many = f"{callers} caller{'s' if callers != '1' else ''}"
             bars.append(Bar(f"{model}, {many}: requests/s over {best}, the best", rows[best]["rate_ratio"], least))
             if model != "timed":
-                bars.append(Bar(f"{model}, {many}: p99 over {slow}'s, the lowest", rows[slow]["p99_ratio"], 1.0, at_least=False))
+                bars.append(
+                    Bar(f"{model}, {many}: p99 over {slow}'s, the lowest", rows[slow]["p99_ratio"], 1.0, at_least=False)
+                )
     return bars
 
 
@@ -408,7 +417,9 @@ def main() -> int:
     parser.add_argument("--peers", help=f"some of {','.join(PEERS)}")
     parser.add_argument("--join", type=Path, metavar="FILE", help="take up the peers that FILE holds, and add these")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of every run, after half a second or less of warm-up")
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, help="of every run, after half a second or less of warm-up"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     names = (args.peers or ("litserve,mlserver" if args.quick else ",".join(PEERS))).split(",")

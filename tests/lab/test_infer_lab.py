@@ -187,9 +187,7 @@ def test_requests_under_way_at_a_node_that_is_cut_off_are_answered_by_others_wit
 ) -> None:
     make_model(tmp_path / "models", row_s=0.005)
     with Lab(LabSpec.parse("4x100mbit")) as lab, nodes_in(lab, tmp_path / "models") as addresses:
-        router = lab.popen(
-            "h0", python(CALLERS, *addresses), env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        router = lab.popen("h0", python(CALLERS, *addresses), env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert router.stdout is not None
         assert router.stdin is not None
         assert router.stdout.readline() == b"going\n"

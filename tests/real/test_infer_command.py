@@ -247,7 +247,19 @@ def test_a_full_disk_ends_the_job_and_with_more_room_it_goes_on_where_it_was(tmp
     space = tmp_path / "space"
     space.mkdir()
     probe = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", FULL, "sh", str(space), "touch", str(space / "x")],
+        [
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            FULL,
+            "sh",
+            str(space),
+            "touch",
+            str(space / "x"),
+        ],
         capture_output=True,
         check=False,
     )

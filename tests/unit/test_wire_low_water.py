@@ -7,8 +7,8 @@ import socket
 from typing import Literal
 
 from wirespeed import wire
-from wirespeed.wire.frames import Header, Kind, pack_header
 from wirespeed.wire.buffers import BufferPool
+from wirespeed.wire.frames import Header, Kind, pack_header
 from wirespeed.wire.reader import LEAST_WAIT_BYTES, WORTH_WAITING_BYTES, FrameReader, Payload, Placement
 
 
@@ -55,7 +55,9 @@ def test_what_is_waited_for_is_always_still_to_come_and_ends_with_the_frame() ->
 def test_the_rest_of_a_medium_payload_is_waited_for_and_nothing_behind_it() -> None:
     told: list[int] = []
     owner = Owner()
-    reader = FrameReader(owner, allowed=frozenset(Kind), max_message_bytes=1 << 24, pool=BufferPool(), expect=told.append)
+    reader = FrameReader(
+        owner, allowed=frozenset(Kind), max_message_bytes=1 << 24, pool=BufferPool(), expect=told.append
+    )
     medium = bytes(range(250)) * 800  # 200,000 bytes
     feed(reader, frame(medium, 1) + frame(medium, 2) + frame(b"small", 3) + frame(medium, 4), step=16_000)
     assert owner.got == [medium, medium, b"small", medium]

@@ -1,4 +1,4 @@
-"""Results in the order of the inputs, whatever the order they come in: into the journal, and along with it into Parquet.
+"""Results in the order of the inputs, whatever the order they come in: into the journal, and along with it to Parquet.
 
 The output appears as a whole, by a rename, once every input has its row: a reader never sees half a job. It is written
 as results come; where that fails, or the job goes on from a journal that is damaged, it is made of the journal at the
@@ -86,8 +86,9 @@ class Results:
         return self._next
 
     def warm_up(self) -> None:
-        """Load what the first block and the output would wait for (pyarrow takes half a second to get going), and begin
-        the output with what the journal holds.
+        """Load what the first block and the output would wait for, and begin the output with what the journal holds.
+
+        pyarrow takes half a second to get going.
         """
         batch = make_batch([Row("", None, ""), zero_row(self._outputs)], self._outputs, self.schema)
         pq.write_table(pa.Table.from_batches([batch]), io.BytesIO())

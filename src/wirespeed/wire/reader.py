@@ -34,7 +34,7 @@ MEDIUM_BYTES = 320 * 1024
 """Up to here a payload is delivered as a view of an arena, which it keeps from being used again. Arenas are twice as
 large as the last such payload, at least, so that what is kept holds at most four times its own size."""
 WORTH_WAITING_BYTES = 256 * 1024
-"""In a large or medium payload: on a shaped link a read per burst, of 16 KiB or so, costs more than moving the bytes."""
+"""In a large or medium payload: on a shaped link a read per burst, of 16 KiB or so, costs more than moving bytes."""
 LEAST_WAIT_BYTES = 32 * 1024
 _LEAST_ROOM = HEADER_BYTES + MAX_META_BYTES
 MAX_CONTROL_BYTES = 8 * 1024
@@ -260,7 +260,9 @@ class FrameReader:
         block = self._buffer[origin : min(self._end, origin + _BLOCK_BYTES)].tobytes()
         num_bytes, small_bytes, start = len(block), self._small_bytes, 0
         while num_bytes - start >= HEADER_BYTES:
-            magic, version, kind, code, meta_bytes, stream, total, offset, length, extra, crc = unpack_fields(block, start)
+            magic, version, kind, code, meta_bytes, stream, total, offset, length, extra, crc = unpack_fields(
+                block, start
+            )
             begin = start + HEADER_BYTES + meta_bytes
             stop = begin + length
             if (
@@ -294,7 +296,9 @@ class FrameReader:
         buffer, origin, deliver = self._buffer, self._start, self._owner.deliver
         limit, place = self._medium_bytes, origin
         while self._end - place >= HEADER_BYTES:
-            magic, version, kind, code, meta_bytes, stream, total, offset, length, extra, crc = unpack_fields(buffer, place)
+            magic, version, kind, code, meta_bytes, stream, total, offset, length, extra, crc = unpack_fields(
+                buffer, place
+            )
             begin = place + HEADER_BYTES + meta_bytes
             stop = begin + length
             if (

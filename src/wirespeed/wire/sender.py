@@ -149,9 +149,7 @@ class Sender:
         self._transport.writelines((head + meta, *parts))
         return True
 
-    def send_bytes(  # noqa: PLR0917 - runs once per small message
-        self, start: bytes, stream: int, payload: bytes, total: int, extra: int
-    ) -> bool:
+    def send_bytes(self, start: bytes, stream: int, payload: bytes, total: int, extra: int) -> bool:
         """As ``send_now``, for at most SMALL_BYTES without meta; ``start`` as ``frames.pack_start`` gives it."""
         credit_bytes = self._credit_bytes - total - MESSAGE_OVERHEAD_BYTES
         if self._waiting or credit_bytes < 0:
