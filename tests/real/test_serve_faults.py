@@ -123,16 +123,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         serving.process.communicate(timeout=60)
 
 
-# Sends its values, says so, and waits for answers that it will not see.
+# Sends its first value, the others once the model is at that one, and waits for answers that it will not see.
 ASKS = """
-import asyncio, sys
+import asyncio, os, sys
 import numpy as np
 from wirespeed.serve.client import InferenceClient
 
 async def main():
     async with InferenceClient(sys.argv[1], num_connections=1, num_retries=0) as client:
-        calls = [client.infer("gate", {"x": np.full((1, 1), value, np.float32)}, timeout_s=100) for value in map(int, sys.argv[2:])]
-        await asyncio.gather(*calls)
+        def ask(value):
+            return asyncio.ensure_future(client.infer("gate", {"x": np.full((1, 1), value, np.float32)}, timeout_s=100))
+        first, *others = map(int, sys.argv[3:])
+        calls = [ask(first)]
+        while not os.path.exists(sys.argv[2]):
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*calls, *map(ask, others))
 
 asyncio.run(main())
 """
@@ -140,7 +145,7 @@ asyncio.run(main())
 
 def test_requests_of_a_client_that_was_killed_leave_the_queue(server: Serving) -> None:
     values = [99, *range(1, 9)]
-    client = subprocess.Popen([sys.executable, "-c", ASKS, server.grpc, *map(str, values)])
+    client = subprocess.Popen([sys.executable, "-c", ASKS, server.grpc, str(server.gate / "ran"), *map(str, values)])
     try:
         wait_for(lambda: server.gauge("wirespeed_queued_requests", "gate") == 8, "one runs, eight wait")
         client.send_signal(signal.SIGKILL)
