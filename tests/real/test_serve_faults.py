@@ -314,11 +314,12 @@ def test_nonsense_on_a_doors_port_costs_its_own_connection_only(server: Serving)
     for address in (server.grpc, server.http):
         host, _, port = address.rpartition(":")
         for size in (1, 100, 20_000):
-            with socket.create_connection((host, int(port)), timeout=60) as sock:
-                with contextlib.suppress(OSError):  # it is cut off, sooner or later
-                    sock.sendall(rng.bytes(size))
-                    sock.shutdown(socket.SHUT_WR)
-                    while sock.recv(65536):
-                        pass
+            address_of = (host, int(port))
+            # It is cut off, sooner or later.
+            with socket.create_connection(address_of, timeout=60) as sock, contextlib.suppress(OSError):
+                sock.sendall(rng.bytes(size))
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(65536):
+                    pass
     assert os.waitid(os.P_PID, server.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     server.is_well()
