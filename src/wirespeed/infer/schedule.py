@@ -37,7 +37,7 @@ _RECENT = 8
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """``max_rows``: inputs in a chunk. ``max_window_bytes`` holds above two chunks only."""
 
-    chunk_bytes: int = 256 * KIB
+    chunk_bytes: int = 512 * KIB
     max_rows: int = 32
     first_window_rows: int = 8
     """Before a node's speed is known; at least two chunks."""
