@@ -18,35 +18,10 @@ DATATYPES = {"float32": "FP32", "uint8": "UINT8"}
 
 
 def litserve(port, folder):
-    """Raw bytes in and out over HTTP; requests reach the worker process through its ZeroMQ queue."""
-    from typing import Annotated
+    """See _serving_peer_litserve.py: its workers have to import the class."""
+    from _serving_peer_litserve import serve
 
-    import litserve as ls
-    from fastapi import Body
-    from starlette.responses import Response
-
-    class Api(ls.LitAPI):
-        def setup(self, device):
-            self.run = MODELS[self.api_path.strip("/")]
-
-        def decode_request(self, request: Annotated[bytes, Body(media_type="application/octet-stream")]):
-            return request
-
-        def batch(self, inputs):
-            return from_bytes(self.api_path.strip("/"), inputs)
-
-        def unbatch(self, output):
-            return [row.tobytes() for row in output]
-
-        def predict(self, x):
-            return self.run(x)
-
-        def encode_response(self, output):
-            return Response(output, media_type="application/octet-stream")
-
-    apis = [Api(max_batch_size=MAX_ROWS, batch_timeout=MAX_DELAY_S, api_path=f"/{name}") for name in MODELS]
-    server = ls.LitServer(apis, accelerator="cpu", workers_per_device=1, fast_queue=True, timeout=60)
-    server.run(host="127.0.0.1", port=port, log_level="warning", generate_client_file=False, num_api_servers=1)
+    serve(port)
 
 
 BENTO = """
