@@ -6,9 +6,10 @@ Raw bytes in and out over HTTP; requests reach the worker process through LitSer
 from typing import Annotated
 
 import litserve
-from _serving_models import MAX_DELAY_S, MAX_ROWS, MODELS, from_bytes
 from fastapi import Body
 from starlette.responses import Response
+
+from _serving_models import MAX_DELAY_S, MAX_ROWS, MODELS, from_bytes
 
 
 class Api(litserve.LitAPI):
