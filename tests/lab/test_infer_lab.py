@@ -187,17 +187,19 @@ def test_requests_under_way_at_a_node_that_is_cut_off_are_answered_by_others_wit
 ) -> None:
     make_model(tmp_path / "models", row_s=0.005)
     with Lab(LabSpec.parse("4x100mbit")) as lab, nodes_in(lab, tmp_path / "models") as addresses:
-        router = lab.popen("h0", python(CALLERS, *addresses), env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert router.stdout is not None
-        assert router.stdin is not None
-        assert router.stdout.readline() == b"going\n"
-        lab.fault("h2", "partition", other="h0")
-        assert b"node 10.77.0.3:7000 is out: " in router.stdout.readline()
-        lab.fault("h2", "heal")
-        assert router.stdout.readline() == b"node 10.77.0.3:7000 is back\n"
-        router.stdin.close()
-        told = json.loads(router.stdout.read())
-        assert router.wait(60) == 0
+        with lab.popen(
+            "h0", python(CALLERS, *addresses), env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as router:
+            assert router.stdout is not None
+            assert router.stdin is not None
+            assert router.stdout.readline() == b"going\n"
+            lab.fault("h2", "partition", other="h0")
+            assert b"node 10.77.0.3:7000 is out: " in router.stdout.readline()
+            lab.fault("h2", "heal")
+            assert router.stdout.readline() == b"node 10.77.0.3:7000 is back\n"
+            router.stdin.close()
+            told = json.loads(router.stdout.read())
+        assert router.returncode == 0
         assert (told["wrong"], told["failed"]) == (0, [])
         assert told["right"] > 100
         assert told["retried"] > 0
