@@ -3,7 +3,7 @@
     python _serving_peer.py litserve|bentoml|mlserver|ray|triton PORT FOLDER
 
 Every peer gets what its documentation names for speed: batches of at most 32 rows within 2 ms, one model process,
-binary bodies. Nothing of wirespeed is imported here.
+binary bodies where it takes them. Nothing of wirespeed is imported here.
 """
 
 import json
@@ -25,29 +25,34 @@ def litserve(port, folder):
 
 
 BENTO = """
+from typing import Annotated
+
 import bentoml
 import numpy as np
 from _serving_models import MAX_ROWS, MODELS
+from bentoml.validators import DType
+
+Floats, Bytes = Annotated[np.ndarray, DType("float32")], Annotated[np.ndarray, DType("uint8")]
 
 
 @bentoml.service(workers=1, traffic={"timeout": 60})
 class Peer:
     @bentoml.api(batchable=True, max_batch_size=MAX_ROWS, max_latency_ms=60_000)
-    def identity(self, x: np.ndarray) -> np.ndarray:
+    def identity(self, x: Floats) -> Floats:
         return MODELS["identity"](x)
 
     @bentoml.api(batchable=True, max_batch_size=MAX_ROWS, max_latency_ms=60_000)
-    def features(self, x: np.ndarray) -> np.ndarray:
+    def features(self, x: Bytes) -> Floats:
         return MODELS["features"](x)
 
     @bentoml.api(batchable=True, max_batch_size=MAX_ROWS, max_latency_ms=60_000)
-    def timed(self, x: np.ndarray) -> np.ndarray:
+    def timed(self, x: Floats) -> Floats:
         return MODELS["timed"](x)
 """
 
 
 def bentoml(port, folder):
-    """Arrays as BentoML's own binary bodies (application/vnd.bentoml+pickle), with its adaptive batching.
+    """Arrays as JSON, the only bodies of arrays that it takes from outside, with its adaptive batching.
 
     Its bound of latency is wide, since it refuses requests (503) that it expects to miss it.
     """
