@@ -3,7 +3,8 @@
 Each peer is measured against wirespeed in turn, round by round, with only those two servers up; figures are ratios of
 one round. Every server is driven by the same closed loop at 1, 8 and 32 callers, each over what is fastest for it: Open
 Inference Protocol v2 over gRPC (wirespeed, Triton, MLServer), kept HTTP connections (the others; BentoML takes arrays
-from outside as JSON only). Every answer is checked. CPU per request and memory (PSS of the server's processes) are stated beside.
+from outside as JSON only). Every answer is checked. CPU per request and memory (PSS of the server's processes) are
+stated beside.
 
 `identity` gives its 16 KiB back; `features` takes 100 KB and gives 2 KB; `timed` sleeps 5 ms + 0.1 ms per row, at most
 32 rows. Every peer lives in an environment of its own under .bench-envs/ (--install makes them; Triton needs a Python
