@@ -444,8 +444,9 @@ def fresh(root: Path, prepared: Path | None, scenario: Scenario, url: Callable[[
 
 
 def run_scenario(
-    scenario: Scenario, root: Path, contents: list[dict[str, bytes]], *, every: int, url: Callable[[], str] | None
-) -> dict[str, Any]:
+    scenario: Scenario, root: Path, contents: list[dict[str, bytes]], *, start: int, every: int,
+    url: Callable[[], str] | None,
+) -> dict[str, Any]:  # fmt: skip
     prepared = None
     if url is None:
         prepared = Path(tempfile.mkdtemp(dir=root))
@@ -455,7 +456,7 @@ def run_scenario(
         if scenario.is_exact:
             (world.root / SEED).write_text(stack.enter_context(seed_beside(world)))
         _, (effects, whole) = _run(scenario, world, None)
-    places = list(dies(effects))[::every]
+    places = list(dies(effects))[start::every]
     num_died, failures, excess = 0, [], 0
     stream_bytes = NUM_WORKERS * max(1_400_000, 700_000)
     with contextlib.ExitStack() as stack:
@@ -508,11 +509,37 @@ def s3_server(folder: Path) -> Iterator[str]:
             process.send_signal(signal.SIGINT)
 
 
+def _share(text: str) -> tuple[int, int]:
+    at, _, num = text.partition("/")
+    if not (at.isdecimal() and num.isdecimal() and 1 <= int(at) <= int(num)):
+        raise SystemExit(f"got --share {text!r}; expected K/N with K from 1 to N")
+    return int(at) - 1, int(num)
+
+
+def _joined(shares: dict[str, Any], name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """A scenario's outcome over the shares of its places that were run; shares of another division are dropped."""
+    num = name.partition("/")[2]
+    shares = {key: share for key, share in shares.items() if key.partition("/")[2] == num} | {name: found}
+    return {
+        "effects": found["effects"],
+        "places": sum(share["places"] for share in shares.values()),
+        "died": sum(share["died"] for share in shares.values()),
+        "failures": [failure for share in shares.values() for failure in share["failures"]],
+        "excess": sum(share["excess"] for share in shares.values()),
+        "is_complete": len(shares) == int(num),
+        "shares": shares,
+        "created": found["created"],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="print one line per bar, and exit 1 if one is short")
     parser.add_argument("--quick", action="store_true", help="every eighth place only")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th place only")
+    parser.add_argument(
+        "--share", metavar="K/N", help="the K-th of N equal shares of the places; together they are all of them"
+    )
     parser.add_argument("--only", metavar="WORDS", help="scenarios whose name holds this; results of others are kept")
     parser.add_argument("--s3", action="store_true", help="against SeaweedFS instead of a folder")
     parser.add_argument("--out", type=Path, metavar="FILE")
@@ -533,8 +560,11 @@ def main() -> int:
         for scenario in scenarios(root / "models"):
             if options.only is not None and options.only not in scenario.name:
                 continue
-            found = run_scenario(scenario, root, contents, every=8 if options.quick else options.every, url=url)
-            results[scenario.name] = {**found, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            start, every = (0, 8 if options.quick else options.every) if options.share is None else _share(options.share)
+            found = run_scenario(scenario, root, contents, start=start, every=every, url=url)
+            found["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            held_shares = results.get(scenario.name, {}).get("shares", {})
+            results[scenario.name] = found if options.share is None else _joined(held_shares, options.share, found)
             counts = f"{found['effects']} effects, {found['died']} deaths of {found['places']}"
             print(f"{scenario.name}: {counts}, {len(found['failures'])} failures", file=sys.stderr)
             for failure in found["failures"][:3]:

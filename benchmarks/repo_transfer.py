@@ -8,12 +8,16 @@ every byte. Memory is the peak of a process of its own that pulls to disk, and o
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from _harness import Bar, Runs, arguments, finish, run_interleaved
+from _harness import RESULTS, Bar, Runs, finish, run_interleaved
 from wirespeed.measure import stats
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.devstore import DevStore, dev_store
+from wirespeed.repo.parts import is_in_memory
 from wirespeed.repo.repository import Repository
 from wirespeed.repo.safetensors import build_head
 from wirespeed.repo.store import open_store
@@ -152,117 +157,157 @@ def peak_of(code: str) -> int:
     return peaks[0] - peaks[1]
 
 
-def main() -> int:
-    options = arguments(__doc__ or "")
-    size = (256 if options.quick else 1024) * 1024**2
-    rounds = 2 if options.quick else 5
-    results: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wirespeed-transfer-")))
-        store = stack.enter_context(dev_store(root / "s3"))
-        os.environ.update(store.environment)
-        folder = root / "model"
-        folder.mkdir()
-        model = folder / "model.safetensors"
-        make_model(model, size)
-        expected = model.read_bytes()
-        raw = Raw(store, root, model)
-        raw.s3.upload_file(str(model), store.bucket, "raw/whole", Config=raw.transfer)
-        repository = Repository(open_store(store.url), cache=Cache(root / "cache"))
-        repository.push(folder, "m")
-        wrong = 0
+class Bench:
+    """A store with one model in it, and a folder to work in."""
 
-        def check(path: Path) -> None:
-            nonlocal wrong
-            wrong += path.read_bytes() != expected
-            path.unlink()
+    def __init__(self, stack: contextlib.ExitStack, size: int) -> None:
+        self.root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wirespeed-transfer-")))
+        self.store = stack.enter_context(dev_store(self.root / "s3"))
+        os.environ.update(self.store.environment)
+        self.folder = self.root / "model"
+        self.folder.mkdir()
+        self.model = self.folder / "model.safetensors"
+        make_model(self.model, size)
+        self.size = self.model.stat().st_size
+        self.digest = digest_of(self.model)
+        self.raw = Raw(self.store, self.root, self.model)
+        self.repository = Repository(open_store(self.store.url), cache=Cache(self.root / "cache"))
+        self.wrong = 0
 
-        def pull() -> None:
-            repository.pull("m", to=root / "out")
+    def check(self, path: Path) -> None:
+        """Every byte; then the file goes."""
+        self.wrong += digest_of(path) != self.digest
+        path.unlink()
 
-        def check_pulls() -> None:
+    def pull(self, results: dict[str, Any], rounds: int) -> None:
+        """To a file on disk."""
+        self.raw.s3.upload_file(str(self.model), self.store.bucket, "raw/whole", Config=self.raw.transfer)
+        self.repository.push(self.folder, "m")
+
+        def check() -> None:
             for name in ("obstore", "boto3", "s5cmd"):
-                check(root / name)
-            check(root / "out" / "model.safetensors")
-            shutil.rmtree(root / "out")
+                self.check(self.root / name)
+            self.check(self.root / "out" / "model.safetensors")
+            shutil.rmtree(self.root / "out")
 
         arms: dict[str, Callable[[], object]] = {
-            "wirespeed": pull, "obstore": raw.pull_obstore, "boto3": raw.pull_boto3, "s5cmd": raw.pull_s5cmd,
+            "wirespeed": lambda: self.repository.pull("m", to=self.root / "out"),
+            "obstore": self.raw.pull_obstore, "boto3": self.raw.pull_boto3, "s5cmd": self.raw.pull_s5cmd,
         }  # fmt: skip
-        pulls = run_interleaved(arms, rounds, after_round=check_pulls)
-        results["pull_bytes_per_s"] = rates(pulls, size)
-        results["pull"] = {name: found.summary() for name, found in pulls.items()}
-        print({k: f"{v / 1e6:.0f} MB/s" for k, v in results["pull_bytes_per_s"].items()}, file=sys.stderr)
+        self._note(results, run_interleaved(arms, rounds, after_round=check))
 
+    def push(self, results: dict[str, Any], rounds: int) -> None:
+        """Into repositories of their own: nothing is found again."""
         counter = iter(range(1000))
         names: list[str] = []
 
         def push() -> None:
-            # A repository of its own each time: nothing is found again.
             names.append(f"push-{next(counter)}")
-            Repository(open_store(f"s3://{store.bucket}/{names[-1]}"), cache=Cache(root / "none")).push(folder, "m")
+            store = open_store(f"s3://{self.store.bucket}/{names[-1]}")
+            Repository(store, cache=Cache(self.root / "none")).push(self.folder, "m")
 
         def clear() -> None:
-            raw.delete_pushed()
+            self.raw.delete_pushed()
             for name in names:
-                gone = open_store(f"s3://{store.bucket}/{name}")
+                gone = open_store(f"s3://{self.store.bucket}/{name}")
                 gone.delete(stat.key for stat in gone.list_objects("objects"))
             names.clear()
 
-        pushes = run_interleaved(
-            {"wirespeed": push, "obstore": raw.push_obstore, "boto3": raw.push_boto3, "s5cmd": raw.push_s5cmd},
-            max(2, rounds - 2), after_round=clear,
-        )  # fmt: skip
-        results["push_bytes_per_s"] = rates(pushes, size)
-        results["push"] = {name: found.summary() for name, found in pushes.items()}
-        print({k: f"{v / 1e6:.0f} MB/s" for k, v in results["push_bytes_per_s"].items()}, file=sys.stderr)
+        arms: dict[str, Callable[[], object]] = {
+            "wirespeed": push, "obstore": self.raw.push_obstore, "boto3": self.raw.push_boto3,
+            "s5cmd": self.raw.push_s5cmd,
+        }  # fmt: skip
+        self._note(results, run_interleaved(arms, max(2, rounds - 2), after_round=clear))
 
+    def load(self, results: dict[str, Any], rounds: int) -> None:
+        """From a warm cache into torch."""
         import safetensors.torch
         import torch
 
         from wirespeed.repo.tensors import load
 
-        cached = Path(repository.pull("m").folder) / "model.safetensors"
+        self.repository.push(self.folder, "m")
+        cached = (Path(self.repository.pull("m").folder) / "model.safetensors").resolve()
         sums: dict[str, int] = {}
 
         def touch(name: str, tensors: dict[str, torch.Tensor]) -> None:
             sums[name] = sum(int(t.view(torch.int64).sum()) for t in tensors.values())
 
-        loads = run_interleaved(
-            {
-                "wirespeed": lambda: touch("wirespeed", load("m", repo=repository, way="cache")),
-                "safetensors": lambda: touch("safetensors", safetensors.torch.load_file(str(cached.resolve()))),
-            },
-            rounds * 2,
-        )
-        wrong += sums["wirespeed"] != sums["safetensors"]
-        results["load_bytes_per_s"] = rates(loads, size)
-        results["load"] = {name: found.summary() for name, found in loads.items()}
-        print({k: f"{v / 1e6:.0f} MB/s" for k, v in results["load_bytes_per_s"].items()}, file=sys.stderr)
+        arms: dict[str, Callable[[], object]] = {
+            "wirespeed": lambda: touch("wirespeed", load("m", repo=self.repository, way="cache")),
+            "safetensors": lambda: touch("safetensors", safetensors.torch.load_file(str(cached))),
+        }
+        self._note(results, run_interleaved(arms, rounds * 2))
+        self.wrong += sums["wirespeed"] != sums["safetensors"]
 
+    def memory(self, results: dict[str, Any], _rounds: int) -> None:
+        """At the peak, beyond what the program and the tensors take."""
+        self.repository.push(self.folder, "m")
         start = (
             "import wirespeed.repo.tensors as t\nfrom pathlib import Path\nfrom wirespeed.repo import Repository\n"
-            f"r = Repository.open({store.url!r}, cache=Path({str(root / 'other')!r}))"
+            f"r = Repository.open({self.store.url!r}, cache=Path({str(self.root / 'other')!r}))"
         )
-        results["pull_peak_bytes"] = peak_of(f"{start}\n#\nr.pull('m', to={str(root / 'peak')!r})")
-        results["load_peak_bytes"] = peak_of(f"{start}\n#\nx = t.load('m', repo=r, way='memory')") - size
-        results["wrong"] = wrong
-    pull_best, push_best = (
-        max(v for k, v in results[f"{what}_bytes_per_s"].items() if k != "wirespeed") for what in ("pull", "push")
+        results["pull_peak_bytes"] = peak_of(f"{start}\n#\nr.pull('m', to={str(self.root / 'peak')!r})")
+        results["load_peak_bytes"] = peak_of(f"{start}\n#\nx = t.load('m', repo=r, way='memory')") - self.size
+
+    def _note(self, results: dict[str, Any], runs: dict[str, Runs]) -> None:
+        found = results["bytes_per_s"] = rates(runs, self.size)
+        results["runs"] = {name: run.summary() for name, run in runs.items()}
+        print({name: f"{rate / 1e6:.0f} MB/s" for name, rate in found.items()}, file=sys.stderr)
+
+
+PARTS = ("pull", "push", "load", "memory")
+
+
+def digest_of(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "blake2b").digest()
+
+
+def bars_of(results: dict[str, Any]) -> list[Bar]:
+    bars = []
+    for part, limit in (("pull", 0.9), ("push", 0.8), ("load", 0.8)):
+        if part in results:
+            found = results[part]["bytes_per_s"]
+            fastest = max(rate for name, rate in found.items() if name != "wirespeed")
+            bars.append(Bar(f"repo_transfer/{part}_to_fastest_other", found["wirespeed"] / fastest, limit))
+    if "memory" in results:
+        found = results["memory"]
+        bars += [
+            Bar("repo_transfer/pull_memory_MB", found["pull_peak_bytes"] / 1e6, 256, at_least=False),
+            Bar("repo_transfer/load_memory_beyond_tensors_MB", found["load_peak_bytes"] / 1e6, 256, at_least=False),
+        ]
+    return [*bars, Bar("repo_transfer/wrong", sum(found["wrong"] for found in results.values()), 0, at_least=False)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
+    parser.add_argument("--rounds", type=int, default=5, help="of each arm, beside one that is not counted")
+    parser.add_argument("--check", action="store_true", help="print one line per bar, and exit 1 if one is short")
+    parser.add_argument("--quick", action="store_true", help="256 MiB, two rounds; not kept")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where results go")
+    given = parser.parse_args()
+    size = (256 if given.quick else 1024) * 1024**2
+    target = given.out if given.out is not None else RESULTS / "repo_transfer.json"
+    results: dict[str, Any] = {}
+    if not given.quick and target.exists():
+        results = json.loads(target.read_text())["results"]
+    for part in given.part or PARTS:
+        begin = time.perf_counter()
+        found: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            bench = Bench(stack, size)
+            found["is_in_memory"] = is_in_memory(bench.root.stat().st_dev)
+            getattr(bench, part)(found, 2 if given.quick else given.rounds)
+            found["wrong"] = bench.wrong
+        found["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        results[part] = found
+        finish("repo_transfer", bars_of(results), results, is_quick=given.quick, out=given.out)
+        print(f"{part} took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+    return finish(
+        "repo_transfer", bars_of(results), results, check=given.check, is_quick=given.quick, out=given.out
     )
-    bars = [
-        Bar("repo_transfer/pull_to_fastest_raw", results["pull_bytes_per_s"]["wirespeed"] / pull_best, 0.9),
-        Bar("repo_transfer/push_to_fastest_raw", results["push_bytes_per_s"]["wirespeed"] / push_best, 0.8),
-        Bar(
-            "repo_transfer/load_to_safetensors",
-            results["load_bytes_per_s"]["wirespeed"] / results["load_bytes_per_s"]["safetensors"],
-            0.8,
-        ),
-        Bar("repo_transfer/pull_memory_MB", results["pull_peak_bytes"] / 1e6, 256, at_least=False),
-        Bar("repo_transfer/load_memory_beyond_tensors_MB", results["load_peak_bytes"] / 1e6, 256, at_least=False),
-        Bar("repo_transfer/wrong", wrong, 0, at_least=False),
-    ]
-    return finish("repo_transfer", bars, results, check=options.check, is_quick=options.quick, out=options.out)
 
 
 if __name__ == "__main__":

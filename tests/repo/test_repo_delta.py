@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,18 @@ from wirespeed.errors import DataError
 from wirespeed.repo import delta
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])
+
+
+@pytest.fixture(scope="module", params=["numpy", "compiled"], autouse=True)
+def loops(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Everything here holds with either kind of loops."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta, "_loops", None)
+        patch.setattr(delta, "_left_bytes", 1 << 60)
+        if request.param == "compiled":
+            pytest.importorskip("numba")
+            assert delta.load_loops()
+        yield request.param
 
 
 @given(width=WIDTHS, num=st.integers(1, 2000), share=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
@@ -130,8 +144,54 @@ def test_changed_elements_are_found_wherever_they_lie(size: int, num_changed: in
     new[-1:] ^= num_changed > 0  # the last element of the last block
     expected = np.flatnonzero(old != new).tolist()
     found = delta._changed(old, new)
+    changes = delta._changes(delta._frozen(old), delta._frozen(new))
     if len(expected) > delta.SPARSE_LIMIT * size:
         assert found is None
+        assert changes is None
     else:
         assert found is not None
         assert found.tolist() == expected
+        assert changes is not None
+        wide = np.diff(expected, prepend=-1) - 1
+        assert changes[0].tolist() == [byte for gap in wide for byte in [255] * (gap // 255) + [gap % 255]]
+        assert len(changes[1]) == len(expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_both_kinds_of_loops_write_the_same_bytes(
+    width: int, share: float, loops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if loops == "numpy":
+        pytest.skip("it is the other one that this is about")
+    random = np.random.default_rng(width)
+    num = 2 * delta.COMPARE_BLOCK + 8
+    old = random.integers(0, 2 ** (8 * width - 1), num, dtype=np.uint64).astype(f"<u{width}")
+    new = old + (random.random(num) < share) * random.integers(1, 200, num).astype(old.dtype)
+    contents = old.view(np.uint8).data, new.astype(old.dtype).view(np.uint8).data
+    compiled = delta.encode_delta(*contents, width=width)
+    compiled_alone = delta.encode_alone(contents[1], width=width)
+    monkeypatch.setattr(delta, "_loops", None)
+    assert compiled is not None
+    assert compiled == delta.encode_delta(*contents, width=width)
+    assert compiled_alone == delta.encode_alone(contents[1], width=width)
+
+
+def test_compiled_loops_are_loaded_once_they_pay(loops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if loops == "compiled":
+        pytest.skip("they are loaded")
+    pytest.importorskip("numba")
+    monkeypatch.setattr(delta, "_loops", None)
+    monkeypatch.setattr(delta, "_left_bytes", 1000)
+    delta.encode_delta(bytes(992), bytes(992), width=2)
+    assert delta._loops is None
+    delta.encode_delta(bytes(8), bytes(8), width=2)
+    assert delta._loops is not None
+
+
+def test_memory_that_is_not_aligned_is_coded_all_the_same() -> None:
+    old = np.arange(4001, dtype=np.uint8)[1:].data
+    new = (np.arange(4001, dtype=np.uint8)[1:] + np.uint8(1)).data
+    found = delta.encode_delta(old, new, width=4)
+    assert found is not None
+    assert bytes(delta.decode(found.payload, encoding=found.encoding, width=4, length=4000, base=old)) == bytes(new)

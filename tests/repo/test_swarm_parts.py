@@ -21,7 +21,7 @@ from wirespeed.repo.cache import Cache
 from wirespeed.repo.manifest import Chunk, FileEntry, Manifest, ObjectRef
 from wirespeed.repo.repository import Repository
 from wirespeed.repo.swarm.asks import group
-from wirespeed.repo.swarm.board import Board
+from wirespeed.repo.swarm.board import GIVEN_BYTES, Board
 from wirespeed.repo.swarm.chain import arrange, is_slow, joiner_upstreams, upstreams
 from wirespeed.repo.swarm.messages import (
     PIECE_BYTES,
@@ -30,12 +30,14 @@ from wirespeed.repo.swarm.messages import (
     Join,
     Member,
     Members,
+    Plan,
     Progress,
     Status,
     pack,
     unpack,
 )
 from wirespeed.repo.swarm.pace import Pace
+from wirespeed.repo.swarm.peer import Peer
 from wirespeed.repo.swarm.tracker import Tracker
 from wirespeed.repo.versions import Version
 from wirespeed.units import MIB
@@ -287,6 +289,53 @@ def test_memory_is_bounded_and_what_left_it_is_read_back_and_verified(
         answer = board.give(group(board.manifest, [next(iter(board.places))])[0])
         with pytest.raises(wire.CallFailed, match="no longer"):
             await answer  # type: ignore[misc]
+
+    run(main())
+
+
+def test_what_was_given_on_leaves_memory_before_what_was_not(tmp_path: Path, executor: ThreadPoolExecutor) -> None:
+    async def main() -> None:
+        length = 3 * MIB
+        board = board_of(manifest_of(*[length] * 12), tmp_path, executor)
+        board.begin()
+        for index in range(12):
+            for offset in range(0, length, PIECE_BYTES):
+                put_piece(board, index, offset, PIECE_BYTES)
+            board.right(index)
+        for index in range(8):
+            assert not isinstance(board.give((Ask(index, length - PIECE_BYTES, PIECE_BYTES),)), asyncio.Future)
+        assert board.buffered_bytes == 12 * length  # nothing is on disk yet
+        for index in range(12):
+            board.written(index)
+        # Of 24 MiB that were given on, 16 MiB may stay: three chunks of 3 MiB have to go.
+        assert GIVEN_BYTES == 16 * MIB
+        assert board.buffered_bytes == 9 * length
+        assert not isinstance(board.give((Ask(11, 0, PIECE_BYTES),)), asyncio.Future)
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_manifest_that_comes_with_the_order_is_used_where_it_is_the_right_one(
+    is_right: bool, folder_store: object, tmp_path: Path
+) -> None:
+    repository = Repository(folder_store, cache=Cache(tmp_path / "there"))  # type: ignore[arg-type]
+    repository.push(make_model(tmp_path / "m"), "m")
+    version = repository.version("m")
+    content = repository.manifest_bytes(version)
+
+    async def main() -> None:
+        peer = Peer(Cache(tmp_path / "here"))
+        await peer.start("127.0.0.1:0")
+        try:
+            job = peer.order(Plan(version=version, deadline_s=0.2, manifest=content if is_right else content[:-1]))
+            await job.done
+            # There is nobody to take the chunks from either way.
+            assert job.state == "failed"
+            assert ("nobody gave the manifest" in job.problem) == (not is_right)
+            assert peer.cached_manifest(job.plan.digest) == (content if is_right else None)
+        finally:
+            await peer.close()
 
     run(main())
 

@@ -7,13 +7,16 @@ moves the integer by little, whereas XOR turns a carry into many bits.
 
 ``sparse``: distances between changed elements as bytes (255 carries on), then the differences of those, as planes.
 ``diff``: the differences of all elements as byte planes. ``planes``: the elements themselves as byte planes.
-Each plane is stored as it pays: a repeated byte, zstd-1, or as it is (a low plane of mantissas is noise).
 
 Nothing here verifies: callers hold what comes out against the chunk's digest, so that a wrong base is never silent.
+
+The loops are numpy's, and once a process has coded ``LOAD_AFTER_BYTES`` those of ``delta_loops``, where numba is there:
+the same bytes, at about twice the speed.
 """
 
 from __future__ import annotations
 
+import importlib
 import threading
 from typing import Any
 
@@ -22,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wirespeed.errors import DataError
+from wirespeed.repo import planes as planes_store
 from wirespeed.repo.manifest import DELTAS, Encoding
 
 SPARSE_LIMIT = 0.30
@@ -33,9 +37,16 @@ BLOCK = 1 << 17
 chance to wait for the interpreter's lock (measured on two cores: fp32 encodes 1.4 times and decodes 1.5 times as fast
 as with 1 << 15)."""
 COMPARE_BLOCK = 1 << 17
-_SAMPLE = 1 << 14
-_RAW, _CONSTANT, _ZSTD = 0, 1, 2
+_GLANCE_LIMIT = int(2 * SPARSE_LIMIT * COMPARE_BLOCK)
+"""What changed so much in its first block is taken to have changed too much."""
+LOAD_AFTER_BYTES = 1 << 30
+"""Loading the compiler takes about as long as coding so much with numpy takes longer."""
+_KEPT_BYTES = 16 << 20
+"""Of working memory that a thread keeps. Fresh pages cost more than the arithmetic (measured: a factor of five)."""
 _local = threading.local()
+_loading = threading.Lock()
+_loops: Any = None
+_left_bytes = LOAD_AFTER_BYTES
 
 Array = npt.NDArray[Any]
 
@@ -47,16 +58,44 @@ class Encoded(msgspec.Struct, frozen=True, kw_only=True):
     payload: bytes
 
 
+def load_loops() -> bool:
+    """Use the compiled loops from now on; False where numba is not installed. For those who will code gigabytes."""
+    global _loops, _left_bytes  # noqa: PLW0603 - one per process: it is what the compiler keeps, too
+    with _loading:
+        _left_bytes = 0
+        if _loops is None:
+            try:
+                _loops = importlib.import_module("wirespeed.repo.delta_loops")
+            except ImportError:
+                return False
+        return True
+
+
+def _count(num_bytes: int) -> None:
+    global _left_bytes  # noqa: PLW0603 - of what two threads take away at once some may be lost: no harm
+    if _loops is None and _left_bytes > 0:
+        _left_bytes -= num_bytes
+        if _left_bytes <= 0 and not _loading.locked():
+            load_loops()
+
+
+def _loops_for(*arrays: Array) -> Any:
+    """The compiled loops where they are loaded and take these; else None."""
+    takes = _loops is not None and all(array.itemsize > 1 and array.flags.aligned for array in arrays)
+    return _loops if takes else None
+
+
 def encode_delta(base: memoryview | bytes, new: memoryview | bytes, *, width: int) -> Encoded | None:
     """The smaller of ``sparse`` and ``diff``; None where neither is worth it or the lengths differ."""
     if len(base) != len(new) or len(new) % width or not len(new):
         return None
+    _count(len(new))
     old_n, new_n = _elements(base, width), _elements(new, width)
-    positions = _changed(old_n, new_n)
-    if positions is not None:
-        found = Encoded(encoding="sparse", payload=_sparse(old_n, new_n, positions))
+    changes = _changes(old_n, new_n)
+    if changes is not None:
+        found = Encoded(encoding="sparse", payload=_sparse(*changes))
     else:
-        found = Encoded(encoding="diff", payload=_join(_planes(new_n, minus=old_n)))
+        found = Encoded(encoding="diff", payload=planes_store.join(_planes(new_n, minus=old_n)))
     return found if len(found.payload) < WORTH * len(new) else None
 
 
@@ -64,12 +103,13 @@ def encode_alone(new: memoryview | bytes, *, width: int) -> Encoded | None:
     """Byte planes for elements of 2 bytes and more, zstd for others; None where that is not worth it."""
     if not len(new) or len(new) % width:
         return None
+    _count(len(new))
     if width == 1:
         import zstandard
 
         found = Encoded(encoding="zstd", payload=zstandard.ZstdCompressor(level=1).compress(new))
     else:
-        found = Encoded(encoding="planes", payload=_join(_planes(_elements(new, width))))
+        found = Encoded(encoding="planes", payload=planes_store.join(_planes(_elements(new, width))))
     return found if len(found.payload) < WORTH * len(new) else None
 
 
@@ -80,12 +120,13 @@ def decode(
     if (encoding in DELTAS) != (base is not None) or (base is not None and len(base) != length):
         raise DataError(f"a chunk of encoding {encoding!r} came with a wrong base")
     num = length // width
+    _count(length)
     try:
         match encoding:
             case "raw":
                 decoded = np.frombuffer(payload, np.uint8)
             case "zstd":
-                decoded = np.frombuffer(_decompress(payload, length), np.uint8)
+                decoded = np.frombuffer(planes_store.decompress(payload, length), np.uint8)
             case "planes":
                 decoded = _unplanes(payload, num, width)
             case "diff":
@@ -103,7 +144,33 @@ def decode(
 
 
 def _elements(content: memoryview | bytes, width: int) -> Array:
-    return np.frombuffer(content, dtype=f"<u{width}")
+    elements = np.frombuffer(content, dtype=f"<u{width}")
+    elements.flags.writeable = False  # one kind of array, so that loops are compiled once
+    return elements
+
+
+def _changes(old_n: Array, new_n: Array) -> tuple[Array, Array] | None:
+    """Distances between changed elements as bytes, and their zigzag differences; None where they are too many."""
+    if new_n.nbytes % 8 == 0 and new_n.itemsize > 1:
+        old_words, new_words = old_n.view("<u8"), new_n.view("<u8")
+        loops = _loops_for(old_words, new_words)
+        if loops is not None:
+            limit = int(SPARSE_LIMIT * new_n.size)
+            limits = (limit, COMPARE_BLOCK, _GLANCE_LIMIT)
+            gaps, code = np.empty(limit + new_n.size // 255 + 1, np.uint8), np.empty(limit, new_n.dtype)
+            num, num_gaps = loops.scan(old_n, new_n, old_words, new_words, limits, gaps, code)
+            return None if num < 0 else (gaps[:num_gaps], code[:num])
+    positions = _changed(old_n, new_n)
+    if positions is None:
+        return None
+    wide = np.diff(positions, prepend=-1) - 1
+    long = np.flatnonzero(wide >= 255)
+    short = (wide % 255).astype(np.uint8)
+    if long.size:
+        short = np.insert(short, np.repeat(long, wide[long] // 255), 255)
+    code = new_n[positions] - old_n[positions]
+    _zigzag(code, np.empty_like(code))
+    return short, code
 
 
 def _changed(old_n: Array, new_n: Array) -> Array | None:
@@ -116,7 +183,7 @@ def _changed(old_n: Array, new_n: Array) -> Array | None:
         # Counting is quick, listing is not: what changed too much is given up after its first block.
         num_here = int(np.count_nonzero(flags))
         num += num_here
-        if num > SPARSE_LIMIT * new_n.size or (start == 0 and num_here > 2 * SPARSE_LIMIT * COMPARE_BLOCK):
+        if num > SPARSE_LIMIT * new_n.size or (start == 0 and num_here > _GLANCE_LIMIT):
             return None
         found.append(_where(flags) + start)
     return np.concatenate(found)
@@ -134,12 +201,21 @@ def _where(flags: Array) -> Array:
 
 
 def _scratch(dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    # Fresh arrays of a chunk's size cost more in page faults than the arithmetic (measured: a factor of five).
     name = f"scratch_{dtype.itemsize}"
     if not hasattr(_local, name):
         setattr(_local, name, (np.empty(BLOCK, dtype), np.empty(BLOCK, dtype)))
     pair: tuple[Array, Array] = getattr(_local, name)
     return pair
+
+
+def _plane_memory(width: int, num: int) -> Array:
+    """``width`` planes of ``num`` bytes, until this thread asks again."""
+    held: Array | None = getattr(_local, "planes", None)
+    if held is None or held.size < width * num:
+        held = np.empty(width * num, np.uint8)
+        if held.size <= _KEPT_BYTES:
+            _local.planes = held
+    return held[: width * num].reshape(width, num)
 
 
 def _zigzag(code: Array, spare: Array) -> None:
@@ -158,38 +234,48 @@ def _unzigzag(code: Array, spare: Array) -> None:
     np.bitwise_xor(code, spare, out=code)
 
 
-def _sparse(old_n: Array, new_n: Array, positions: Array) -> bytes:
-    gaps = np.diff(positions, prepend=-1) - 1
-    long = np.flatnonzero(gaps >= 255)
-    short = (gaps % 255).astype(np.uint8)
-    if long.size:
-        short = np.insert(short, np.repeat(long, gaps[long] // 255), 255)
-    head = len(positions).to_bytes(8, "little") + len(short).to_bytes(8, "little")
-    return head + _join([short, *_planes(new_n[positions], minus=old_n[positions])])
+def _sparse(gaps: Array, code: Array) -> bytes:
+    head = code.size.to_bytes(8, "little") + gaps.size.to_bytes(8, "little")
+    return head + planes_store.join([gaps, *_planes(code)])
 
 
 def _unsparse(payload: memoryview | bytes, old_n: Array, width: int) -> Array:
     num, num_gaps = (int.from_bytes(payload[at : at + 8], "little") for at in (0, 8))
     if num > old_n.size or num_gaps > num + old_n.size // 255 + 1:
         raise ValueError(f"{num} changes in {old_n.size} elements")
-    short, rest = _read_plane(memoryview(payload)[16:], num_gaps)
+    gaps = np.empty(num_gaps, np.uint8)
+    _, rest = planes_store.read_plane(memoryview(payload)[16:], gaps)
+    code = _unplanes(rest, num, width)
+    new_n = old_n.copy()
+    loops = _loops_for(new_n, code)
+    if loops is not None:
+        num_patched = loops.patch(new_n, gaps, code)
+        if num_patched == -1:
+            raise ValueError("a change lies outside")
+        if num_patched != num:
+            raise ValueError("its distances are cut short")
+        return new_n
     # A byte below 255 ends a distance: the element that changed lies one further than all before it add up to.
-    ends = short < 255
+    ends = gaps < 255
     if np.count_nonzero(ends) != num:
         raise ValueError("its distances are cut short")
-    positions = np.cumsum(short + ends, dtype=np.int64)[ends] - 1
+    positions = np.cumsum(gaps + ends, dtype=np.int64)[ends] - 1
     if num and positions[-1] >= old_n.size:
         raise ValueError("a change lies outside")
-    changed = _unplanes(rest, num, width, plus=old_n[positions])
-    new_n = old_n.copy()
-    new_n[positions] = changed
+    _unzigzag(code, np.empty_like(code))
+    new_n[positions] = code + old_n[positions]
     return new_n
 
 
-def _planes(elements: Array, *, minus: Array | None = None) -> list[Array]:
-    """Byte planes, lowest first, of the elements or of their zigzag differences."""
+def _planes(elements: Array, *, minus: Array | None = None) -> Array:
+    """Byte planes, lowest first, of the elements or of their zigzag differences. Valid until the thread's next ones."""
     width = elements.itemsize
-    planes = [np.empty(elements.size, np.uint8) for _ in range(width)]
+    planes = _plane_memory(width, elements.size)
+    loops = _loops_for(elements, elements if minus is None else minus)
+    if loops is not None:
+        new_n = _frozen(elements)
+        loops.split(new_n, new_n if minus is None else minus, minus is not None, planes)
+        return planes
     code, spare = _scratch(elements.dtype)
     for start in range(0, elements.size, BLOCK):
         block = slice(start, min(start + BLOCK, elements.size))
@@ -210,22 +296,29 @@ def _planes(elements: Array, *, minus: Array | None = None) -> list[Array]:
 def _unplanes(payload: memoryview | bytes, num: int, width: int, *, plus: Array | None = None) -> Array:
     """Elements from planes; with ``plus``, those are zigzag differences to it."""
     rest = memoryview(payload)
-    planes = []
-    for _ in range(width):
-        plane, rest = _read_plane(rest, num)
-        planes.append(plane)
+    planes = _plane_memory(width, num)
+    used = []
+    for k in range(width):
+        is_zero, rest = planes_store.read_plane(rest, planes[k])
+        if not is_zero:
+            used.append(k)
     if len(rest):
         raise ValueError(f"{len(rest)} bytes too many")
     elements: Array = np.empty(num, dtype=f"<u{width}")
+    loops = _loops_for(elements, elements if plus is None else plus)
+    if loops is not None:
+        num_used = used[-1] + 1 if used else 1
+        loops.merge(planes, num_used, _frozen(elements) if plus is None else plus, plus is not None, elements)
+        return elements
     code, spare = _scratch(elements.dtype)
-    used = [k for k in range(1, width) if not _is_zero(planes[k])]
     for start in range(0, num, BLOCK):
         block = slice(start, min(start + BLOCK, num))
         c, s = code[: block.stop - start], spare[: block.stop - start]
         np.copyto(c, planes[0][block])
         for k in used:
-            np.left_shift(planes[k][block], 8 * k, out=s, dtype=elements.dtype, casting="unsafe")
-            np.bitwise_or(c, s, out=c)
+            if k:
+                np.left_shift(planes[k][block], 8 * k, out=s, dtype=elements.dtype, casting="unsafe")
+                np.bitwise_or(c, s, out=c)
         if plus is None:
             elements[block] = c
         else:
@@ -234,78 +327,8 @@ def _unplanes(payload: memoryview | bytes, num: int, width: int, *, plus: Array 
     return elements
 
 
-def _is_zero(plane: Array) -> bool:
-    return plane.strides == (0,) and plane.size > 0 and plane[0] == 0
-
-
-def _join(planes: list[Array]) -> bytes:
-    parts: list[bytes | memoryview] = []
-    for plane in planes:
-        kind, content = _small(plane)
-        parts += [bytes([kind]) + len(content).to_bytes(8, "little"), content]
-    return b"".join(parts)
-
-
-def _small(plane: Array) -> tuple[int, bytes | memoryview]:
-    if not plane.size:
-        return _RAW, b""
-    bits = _entropy_bits(plane)
-    if bits == 0 and not np.any(plane != plane[0]):
-        return _CONSTANT, plane[:1].tobytes()
-    if bits > 7.8:
-        return _RAW, plane.data
-    small: bytes = _compressor().compress(plane.data)
-    return (_ZSTD, small) if len(small) < 0.98 * plane.size else (_RAW, plane.data)
-
-
-def _entropy_bits(plane: Array) -> float:
-    """Of a sample, in bits per byte: zstd is not even tried on noise, which most low planes are."""
-    sample = plane if plane.size <= _SAMPLE else plane[: plane.size // _SAMPLE * _SAMPLE : plane.size // _SAMPLE]
-    shares = np.bincount(sample, minlength=256) / sample.size
-    shares = shares[shares > 0]
-    # A small sample of noise looks less than random (Miller-Madow correction).
-    if shares.size == 1:
-        return 0.0
-    return float(-(shares * np.log2(shares)).sum() + (shares.size - 1) / (2 * sample.size * np.log(2)))
-
-
-def _read_plane(payload: memoryview, num: int) -> tuple[Array, memoryview]:
-    if len(payload) < 9:
-        raise ValueError("it is cut short")
-    kind, size = payload[0], int.from_bytes(payload[1:9], "little")
-    content, rest = payload[9 : 9 + size], payload[9 + size :]
-    if len(content) != size:
-        raise ValueError("it is cut short")
-    if kind == _CONSTANT and size == 1:
-        return np.broadcast_to(np.frombuffer(content, np.uint8), (num,)), rest
-    if kind == _RAW and size == num:
-        return np.frombuffer(content, np.uint8), rest
-    if kind == _ZSTD:
-        return np.frombuffer(_decompress(content, num), np.uint8), rest
-    raise ValueError(f"it has a plane of kind {kind} with {size} bytes")
-
-
-def _compressor() -> Any:
-    import zstandard
-
-    if not hasattr(_local, "compressor"):
-        # Planes have a skewed histogram and next to no repetitions: hardly looking for matches is quicker by a third,
-        # and smaller by a twentieth, than zstd -1 as it comes (measured).
-        parameters = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6, chain_log=6)
-        _local.compressor = zstandard.ZstdCompressor(compression_params=parameters)
-    return _local.compressor
-
-
-def _decompress(content: memoryview | bytes, length: int) -> bytes:
-    import zstandard
-
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
-    try:
-        # The frame's own word on its size would decide how much memory is taken: it has to be what we expect.
-        if zstandard.frame_content_size(content) != length:
-            raise ValueError(f"it does not unpack to {length} bytes")
-        plain: bytes = _local.decompressor.decompress(content)
-    except zstandard.ZstdError as fault:
-        raise ValueError(str(fault)) from fault
-    return plain
+def _frozen(elements: Array) -> Array:
+    """A view that cannot be written: what loops are compiled for."""
+    view = elements.view()
+    view.flags.writeable = False
+    return view

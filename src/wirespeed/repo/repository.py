@@ -126,8 +126,11 @@ class Repository:
 
     def manifest(self, version: Version) -> Manifest:
         """What the version is made of, from the cache or the store; verified."""
-        content = self.cache.manifest(version.manifest_digest, lambda: read_manifest_bytes(self.store, version))
-        return decode(content, source=f"the manifest of {version.label}")
+        return decode(self.manifest_bytes(version), source=f"the manifest of {version.label}")
+
+    def manifest_bytes(self, version: Version) -> bytes:
+        """As they are stored; from the cache, else from the store; verified."""
+        return self.cache.manifest(version.manifest_digest, lambda: read_manifest_bytes(self.store, version))
 
     def source(
         self, version: Version, manifest: Manifest, *, is_local: bool = True, folder: Path | None = None

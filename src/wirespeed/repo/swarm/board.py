@@ -26,6 +26,9 @@ from wirespeed.wire import Answer, BufferPool, CallFailed, Status
 
 BUDGET_BYTES = 96 * MIB
 """Chunks kept in memory for those behind. Beyond it those that are on disk go."""
+GIVEN_BYTES = 16 * MIB
+"""Of these, chunks that somebody behind was given whole: most hosts have one host behind them. Memory that is used
+again soon is still in the processor's cache, and no fresh pages are needed for it."""
 PAYLOADS_BYTES = 256 * MIB
 """Differences, kept as they are stored. Beyond it the oldest go: whoever asks for them gets whole chunks instead."""
 NO_PAYLOAD = Status.EXHAUSTED
@@ -78,6 +81,8 @@ class Board:
         self._budget_bytes = budget_bytes
         self._buffers: dict[int, Buffer] = {}
         self._buffered_bytes = 0
+        self._given: dict[int, int] = {}
+        self._given_bytes = 0
         self._generations: dict[int, int] = {}
         self._num_generations = 0
         self._loading: set[int] = set()
@@ -194,6 +199,7 @@ class Board:
         if buffer is not None:
             buffer.is_on_disk = True
         self.keep((index,))
+        self._trim_given()
         self._trim(self._budget_bytes)
 
     def drop(self, index: int) -> None:
@@ -201,6 +207,7 @@ class Board:
         buffer = self._buffers.pop(index, None)
         if buffer is not None:
             self._buffered_bytes -= len(buffer.content)
+            self._given_bytes -= self._given.pop(index, 0)
 
     def rest(self) -> None:
         """Nobody has asked for a while: give the memory back."""
@@ -255,6 +262,9 @@ class Board:
                 return ask.index, None
             generation = buffer.generation
             views.append(buffer.content[ask.offset : ask.offset + ask.length])
+        for ask in asks:
+            if ask.offset >= 0 and ask.offset + ask.length == self.manifest.chunks[ask.index].length:
+                self._note_given(ask.index, ask.offset + ask.length)
         return -1, Answer(views[0] if len(views) == 1 else views, meta=generation.to_bytes(4, "little"))
 
     def _may_go(self, buffer: Buffer, ask: Ask) -> bool:
@@ -299,6 +309,20 @@ class Board:
             self.drop(index)
             if self._buffered_bytes <= budget_bytes:
                 return
+
+    def _note_given(self, index: int, length: int) -> None:
+        if index not in self._given:
+            self._given[index] = length
+            self._given_bytes += length
+
+    def _trim_given(self) -> None:
+        if self._given_bytes <= GIVEN_BYTES:
+            return
+        for index in list(self._given):
+            if self._buffers[index].is_on_disk:
+                self.drop(index)
+                if self._given_bytes <= GIVEN_BYTES:
+                    return
 
     def _load(self, index: int) -> None:
         """Read a chunk back from disk, and verify it."""

@@ -111,10 +111,15 @@ class Job:
         return await self._loop.run_in_executor(self.peer.threads, function, *arguments)
 
     async def _manifest(self) -> bytes:
-        """From the cache, else from the first upstream that has it, else from the store. Verified."""
+        """From the cache or the order, else from the first upstream that has it, else from the store. Verified."""
         cached = await self._in_thread(self.peer.cached_manifest, self.plan.digest)
         if cached is not None:
             return cached
+        if self.plan.manifest:
+            try:
+                return await self._in_thread(self._keep_manifest, _verified(self.plan.manifest, self.plan))
+            except DataError as fault:
+                self.peer.on_news(f"{self.plan.version.label}: {fault}")
         faults = []
         for address in self.plan.upstreams:
             try:
@@ -140,8 +145,6 @@ class Job:
         return self.peer.cache.manifest(self.plan.version.manifest_digest, lambda: content)
 
     async def _manifest_from(self, address: str) -> bytes:
-        from blake3 import blake3
-
         parts = bytearray()
         async with asyncio.timeout(MANIFEST_S):
             connection = await wire.connect(address, timeout_s=CONNECT_S, security=self.peer.neighbours.security)
@@ -155,6 +158,12 @@ class Job:
                         raise DataError(f"{address} says that a manifest has {total} bytes")
                     if len(parts) >= total or not reply.payload:
                         break
-        if blake3(parts).digest() != self.plan.digest:
-            raise DataError(f"{address} gave a manifest that is not the one that was asked for")
-        return bytes(parts)
+        return _verified(bytes(parts), self.plan, address)
+
+
+def _verified(content: bytes, plan: Plan, sender: str = "the order") -> bytes:
+    from blake3 import blake3
+
+    if blake3(content).digest() != plan.digest:
+        raise DataError(f"{sender} gave a manifest that is not the one of {plan.version.label}")
+    return content

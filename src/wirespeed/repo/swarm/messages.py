@@ -19,6 +19,8 @@ PAYLOAD = -1
 MAX_ASKS = 256
 PART_BYTES = 16 * MIB
 """Of a manifest, per call."""
+PLAN_MANIFEST_BYTES = MIB
+"""A manifest up to this size comes with the order."""
 
 State = Literal["unknown", "partial", "running", "whole", "failed"]
 _T = TypeVar("_T")
@@ -59,6 +61,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 3600.0
     alias: str | None = None
     """By which the version was asked for: remembered, so that it can be resolved while the store is down."""
+    manifest: bytes = b""
+    """As it is stored, where whoever orders has it and it is small: a host need not wait for the one before it to
+    have it. Held against the digest like any other."""
 
     @property
     def digest(self) -> bytes:

@@ -15,7 +15,16 @@ import msgspec
 from wirespeed import wire
 from wirespeed.errors import DataError, PeerFailure, UsageError
 from wirespeed.repo.swarm.chain import arrange, upstreams
-from wirespeed.repo.swarm.messages import Member, Members, Plan, Progress, Status, pack, unpack
+from wirespeed.repo.swarm.messages import (
+    PLAN_MANIFEST_BYTES,
+    Member,
+    Members,
+    Plan,
+    Progress,
+    Status,
+    pack,
+    unpack,
+)
 from wirespeed.repo.swarm.neighbours import Neighbours
 from wirespeed.repo.versions import Version
 
@@ -58,6 +67,7 @@ async def warm(
     hosts: Sequence[str],
     *,
     alias: str | None = None,
+    manifest: bytes = b"",
     seeds: Sequence[str] = (),
     racks: Mapping[str, str] | None = None,
     security: wire.Security | None = None,
@@ -66,7 +76,8 @@ async def warm(
 ) -> Warmed:
     """Have ``version`` on the peers at these addresses.
 
-    ``seeds``: more peers that have it, or fetch it already, and are not counted. ``racks`` (address -> rack) goes
+    ``manifest``: as it is stored, where it is at hand; hosts that are given it start at once, instead of each when the
+    one before it has it. ``seeds``: more peers that have it, or fetch it already, and are not counted. ``racks`` (address -> rack) goes
     before what peers say of themselves. Raises PeerFailure where not one peer answers; other failures are in the
     result.
     """
@@ -100,11 +111,15 @@ async def warm(
                 hint="is `wirespeed repo peer` running there, with this WIRESPEED_TOKEN, on this port?",
             )
         chains = arrange(members)
+        inline = manifest if len(manifest) <= PLAN_MANIFEST_BYTES else b""
         left_s = max(1.0, deadline_s - (loop.time() - begin_s))
         follow = asyncio.create_task(_follow(neighbours, digest, found, report))
         try:
             await asyncio.gather(
-                *(_order(neighbours, version, chain, found, alias=alias, deadline_s=left_s) for chain in chains)
+                *(
+                    _order(neighbours, version, chain, found, alias=alias, manifest=inline, deadline_s=left_s)
+                    for chain in chains
+                )
             )
             waits = [
                 _wait(neighbours, address, digest, found, end_s=begin_s + deadline_s)
@@ -142,6 +157,7 @@ async def _order(
     found: dict[str, Progress],
     *,
     alias: str | None,
+    manifest: bytes,
     deadline_s: float,
 ) -> None:
     """One after the other: whoever is told to take from a host finds it fetching already."""
@@ -149,7 +165,10 @@ async def _order(
     for at, member in enumerate(chain):
         if member.address not in found:
             continue  # a seed
-        plan = Plan(version=version, upstreams=upstreams(chain, at), position=at, deadline_s=deadline_s, alias=alias)
+        plan = Plan(
+            version=version, upstreams=upstreams(chain, at), position=at, deadline_s=deadline_s, alias=alias,
+            manifest=manifest,
+        )  # fmt: skip
         try:
             found[member.address] = await neighbours.call(member.address, "warm", plan, Progress, timeout_s=ORDER_S)
         except (PeerFailure, DataError) as fault:
