@@ -560,7 +560,9 @@ def main() -> int:
         for scenario in scenarios(root / "models"):
             if options.only is not None and options.only not in scenario.name:
                 continue
-            start, every = (0, 8 if options.quick else options.every) if options.share is None else _share(options.share)
+            start, every = (
+                (0, 8 if options.quick else options.every) if options.share is None else _share(options.share)
+            )
             found = run_scenario(scenario, root, contents, start=start, every=every, url=url)
             found["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             held_shares = results.get(scenario.name, {}).get("shares", {})

@@ -305,9 +305,7 @@ def main() -> int:
         results[part] = found
         finish("repo_transfer", bars_of(results), results, is_quick=given.quick, out=given.out)
         print(f"{part} took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-    return finish(
-        "repo_transfer", bars_of(results), results, check=given.check, is_quick=given.quick, out=given.out
-    )
+    return finish("repo_transfer", bars_of(results), results, check=given.check, is_quick=given.quick, out=given.out)
 
 
 if __name__ == "__main__":

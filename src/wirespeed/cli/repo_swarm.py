@@ -119,8 +119,9 @@ def warm(
     with _report(len(addresses)) as report:
         warmed = wire.run(
             run_warm(
-                version, addresses, alias=asked.alias, manifest=manifest, seeds=[] if seeds is None else _addresses(seeds, port),
-                racks=racks, security=security, deadline_s=units.parse_duration(deadline), report=report,
+                version, addresses, alias=asked.alias, manifest=manifest,
+                seeds=[] if seeds is None else _addresses(seeds, port), racks=racks, security=security,
+                deadline_s=units.parse_duration(deadline), report=report,
             )
         )  # fmt: skip
     if as_json:

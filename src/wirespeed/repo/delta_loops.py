@@ -5,6 +5,7 @@ use on a host compiles, for a second or two per function; numba keeps the result
 cache folder. Every function here gives bit for bit what delta's numpy does (tests hold one against the other).
 Elements are unsigned integers of 2, 4 or 8 bytes; nothing is checked here but what a damaged payload can break.
 """
+# ruff: noqa: PLR0917 - numba compiles positional arguments; each loop has one caller or two
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def _jit(function: Any) -> Any:
         return numba.njit(**options)(function)
 
 
-def _split(new_n: Array, old_n: Array, is_delta: bool, planes: Array) -> None:  # noqa: FBT001 - compiled
+def _split(new_n: Array, old_n: Array, is_delta: bool, planes: Array) -> None:
     """Byte planes (width, num), lowest first, of the elements, or of their zigzag differences to ``old_n``."""
     num, width = new_n.size, planes.shape[0]
     code = np.empty(_BLOCK, new_n.dtype)
@@ -52,7 +53,7 @@ def _split(new_n: Array, old_n: Array, is_delta: bool, planes: Array) -> None:  
                 plane[i] = code[i] >> shift
 
 
-def _merge(planes: Array, num_used: int, old_n: Array, is_delta: bool, new_n: Array) -> None:  # noqa: FBT001
+def _merge(planes: Array, num_used: int, old_n: Array, is_delta: bool, new_n: Array) -> None:
     """The inverse. Planes from ``num_used`` on are zero and not looked at."""
     num = new_n.size
     code = np.empty(_BLOCK, new_n.dtype)

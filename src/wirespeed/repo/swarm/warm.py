@@ -77,9 +77,9 @@ async def warm(
     """Have ``version`` on the peers at these addresses.
 
     ``manifest``: as it is stored, where it is at hand; hosts that are given it start at once, instead of each when the
-    one before it has it. ``seeds``: more peers that have it, or fetch it already, and are not counted. ``racks`` (address -> rack) goes
-    before what peers say of themselves. Raises PeerFailure where not one peer answers; other failures are in the
-    result.
+    one before it has it. ``seeds``: more peers that have it, or fetch it already, and are not counted. ``racks``
+    (address -> rack) goes before what peers say of themselves. Raises PeerFailure where not one peer answers; other
+    failures are in the result.
     """
     if not hosts:
         raise UsageError("got no hosts", expected="at least one")
