@@ -325,8 +325,9 @@ def scratch() -> Iterator[Path]:
 
 
 def run_part(
-    part: Part, results: dict[str, Any], *, is_quick: bool, say: Callable[[str], None], save: Callable[[], None]
-) -> None:
+    part: Part, results: dict[str, Any], *, is_quick: bool, is_alone: bool, say: Callable[[str], None],
+    save: Callable[[], None],
+) -> None:  # fmt: skip
     """Fill ``results``, and ``save`` after each step: what was measured outlives what fails after it."""
     rounds = 1 if is_quick else part.rounds
     with scratch() as base:
@@ -364,7 +365,7 @@ def run_part(
                     save()
             finally:
                 hosts.close()
-            if part.compare_bytes and not is_quick:
+            if part.compare_bytes and not is_quick and not is_alone:
                 count = part.counts[-1]
                 num_bytes = part.compare_bytes
                 one_s = 8 * num_bytes / b
@@ -407,6 +408,7 @@ def main() -> int:
     parser.add_argument("--part", choices=list(PARTS), action="append", help="only this part; may be repeated")
     parser.add_argument("--check", action="store_true", help="print one line per bar, and exit 1 if one is short")
     parser.add_argument("--quick", action="store_true", help="4 hosts, one round, nothing beside it; not kept")
+    parser.add_argument("--alone", action="store_true", help="nothing beside it; what was measured of that is kept")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where results go")
     given = parser.parse_args()
     os.environ.setdefault("WIRESPEED_STATE_DIR", f"/tmp/wirespeed-fanout-{secrets.token_hex(4)}")
@@ -417,13 +419,14 @@ def main() -> int:
         results = json.loads(target.read_text())["results"]
     for name in parts:
         begin = time.perf_counter()
-        results[name] = {}
+        kept = results.get(name, {}) if given.alone else {}
+        results[name] = {"compared": kept["compared"]} if "compared" in kept else {}
 
         def save() -> None:
             finish("fanout", bars_of_all(results), results, is_quick=given.quick, out=given.out)
 
         run_part(
-            PARTS[name], results[name], is_quick=given.quick, save=save,
+            PARTS[name], results[name], is_quick=given.quick, is_alone=given.alone, save=save,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )  # fmt: skip
         results[name]["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
