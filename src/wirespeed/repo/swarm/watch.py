@@ -129,7 +129,10 @@ class _Comparison:
             stream.leave(f"it is slower than {now.address}, from which it takes")
 
     async def _try_out(self, address: str, rate_bytes_per_s: float) -> None:
-        if self._loop.time() < self._trial_at_s:
+        board = self._download.board
+        is_nearly_over = board.total_bytes - board.held_bytes < TRIAL_S * rate_bytes_per_s
+        # A trial takes from the link that the chain begins with: not for what another upstream could no longer save.
+        if self._loop.time() < self._trial_at_s or is_nearly_over:
             return
         tried_bytes_per_s = await _trial(self._download, address)
         if tried_bytes_per_s <= TRIAL_GAIN * rate_bytes_per_s:
