@@ -94,7 +94,7 @@ def _scan(
     # Lists are made without a branch, first of words, then of elements: what changed cannot be foretold.
     words = np.empty(_BLOCK, np.uint32)
     places = np.empty(_BLOCK * per, np.uint32)
-    num, num_gaps, last = 0, 0, -1
+    num, num_gaps, last = 0, 0, np.int64(-1)
     for start in range(0, new_words.size, _BLOCK):
         old_w, new_w = old_words[start : start + _BLOCK], new_words[start : start + _BLOCK]
         num_words = np.uint64(0)
