@@ -165,6 +165,19 @@ def test_racks_follow_one_another(start: Start, seed: Daemon, version: Version) 
     assert warmed.chains == (tuple(daemon.address for daemon in order),)
 
 
+def test_a_rack_whose_first_host_lost_its_files_takes_them_from_another_rack(
+    start: Start, seed: Daemon, store_folder: Path, version: Version
+) -> None:
+    lost = start("lost")
+    racks = {seed.address: "r1", lost.address: "r2"}
+    assert states(warm(version, [lost.address], seeds=[seed.address], racks=racks)) == ["whole"]
+    shutil.rmtree(lost.cache)  # its peer still says that it has the version
+    again = warm(version, [lost.address], seeds=[seed.address], racks=racks)
+    assert again.chains == ((seed.address,), (lost.address,))
+    assert states(again) == ["whole"]
+    assert_has(lost, store_folder)
+
+
 @pytest.mark.slow
 def test_a_host_that_is_killed_is_passed_over_and_resumes_when_it_is_back(
     start: Start, seed: Daemon, store_folder: Path, version: Version, digest: bytes

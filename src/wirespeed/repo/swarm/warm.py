@@ -117,7 +117,16 @@ async def warm(
         try:
             await asyncio.gather(
                 *(
-                    _order(neighbours, version, chain, found, alias=alias, manifest=inline, deadline_s=left_s)
+                    _order(
+                        neighbours,
+                        version,
+                        chain,
+                        found,
+                        alias=alias,
+                        manifest=inline,
+                        deadline_s=left_s,
+                        heads=[chain[0].address for chain in chains],
+                    )
                     for chain in chains
                 )
             )
@@ -158,16 +167,19 @@ async def _order(
     *,
     alias: str | None,
     manifest: bytes,
+    heads: Sequence[str],
     deadline_s: float,
 ) -> None:
     """One after the other: whoever is told to take from a host finds it fetching already."""
     digest = bytes.fromhex(version.manifest_digest)
     for at, member in enumerate(chain):
+        # Whoever said to be whole may have lost files since, and stands first: other chains' first hosts are the last
+        # resort of all.
+        sources = (*upstreams(chain, at), *(head for head in heads if head != chain[0].address))
         if member.address not in found:
             continue  # a seed
         plan = Plan(
-            version=version, upstreams=upstreams(chain, at), position=at, deadline_s=deadline_s, alias=alias,
-            manifest=manifest,
+            version=version, upstreams=sources, position=at, deadline_s=deadline_s, alias=alias, manifest=manifest,
         )  # fmt: skip
         try:
             found[member.address] = await neighbours.call(member.address, "warm", plan, Progress, timeout_s=ORDER_S)
