@@ -159,11 +159,10 @@ def test_changed_elements_are_found_wherever_they_lie(size: int, num_changed: in
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("loops", ["compiled"], indirect=True)
 def test_both_kinds_of_loops_write_the_same_bytes(
     width: int, share: float, loops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if loops == "numpy":
-        pytest.skip("it is the other one that this is about")
     random = np.random.default_rng(width)
     num = 2 * delta.COMPARE_BLOCK + 8
     old = random.integers(0, 2 ** (8 * width - 1), num, dtype=np.uint64).astype(f"<u{width}")
@@ -177,9 +176,8 @@ def test_both_kinds_of_loops_write_the_same_bytes(
     assert compiled_alone == delta.encode_alone(contents[1], width=width)
 
 
+@pytest.mark.parametrize("loops", ["numpy"], indirect=True)
 def test_compiled_loops_are_loaded_once_they_pay(loops: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if loops == "compiled":
-        pytest.skip("they are loaded")
     pytest.importorskip("numba")
     monkeypatch.setattr(delta, "_loops", None)
     monkeypatch.setattr(delta, "_left_bytes", 1000)

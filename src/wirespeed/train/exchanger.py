@@ -8,8 +8,6 @@ same buckets in the same order.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import math
 import threading
 import warnings
@@ -27,6 +25,7 @@ from wirespeed.spec.strategy import Strategy
 from wirespeed.train.codecs import make_codec, warm_up
 from wirespeed.train.codecs.base import Codec, Message
 from wirespeed.train.codecs.hierarchical import HierarchicalCodec
+from wirespeed.train.groups import group_of, new_group, timeout_of
 from wirespeed.train.hosts import HostLayout, host_layout
 from wirespeed.train.lanes import Exchange, Lanes, as_peer_failure, peer_failures
 from wirespeed.train.report import BucketTimes
@@ -89,7 +88,7 @@ class Exchanger:
     @property
     def timeout_s(self) -> float:
         """Of the process group: for how long a rank waits for the others. Infinite where the backend does not tell."""
-        timeout = _timeout_of(self.group)
+        timeout = timeout_of(self.group)
         return math.inf if timeout is None else timeout.total_seconds()
 
     @property
@@ -282,9 +281,9 @@ class Exchanger:
         mates = [ranks[rank] for rank in layout.hosts[host]]
         peers = [ranks[others[local_rank]] for others in layout.hosts]
         while len(self._host_groups) < 2:
-            self._host_groups.append(_group_of(mates, like=self.group))
+            self._host_groups.append(group_of(mates, like=self.group))
         while len(self._between_groups) < num_hops:
-            self._between_groups.append(_group_of(peers, like=self.group))
+            self._between_groups.append(group_of(peers, like=self.group))
         return [self._host_groups[0], *self._between_groups[:num_hops], self._host_groups[1]]
 
     def _bucket_done(self, exchange: Exchange) -> None:
@@ -300,29 +299,6 @@ class Exchanger:
                 spans_s=tuple(exchange.spans_s),
             )
         )
-
-
-def new_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks, backend and time-out, for collectives of our own."""
-    return _group_of(dist.get_process_group_ranks(like), like=like)
-
-
-def _group_of(ranks: list[int], *, like: dist.ProcessGroup) -> dist.ProcessGroup:
-    is_world = len(ranks) == dist.get_world_size()
-    with peer_failures():
-        group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=_timeout_of(like), backend=dist.get_backend(like), use_local_synchronization=not is_world
-        )
-    return group
-
-
-def _timeout_of(group: Any) -> datetime.timedelta | None:
-    """What the user gave the group; torch gives a new group its own default (30 minutes) otherwise."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    found: datetime.timedelta | None = None
-    with contextlib.suppress(RuntimeError):  # a backend that does not tell
-        found = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-    return found
 
 
 def finished(values: Tensor) -> torch.futures.Future[Tensor]:
