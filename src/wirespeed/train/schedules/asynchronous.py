@@ -16,6 +16,7 @@ the rounds of those that still train. Optimizer state stays with its rank. Costs
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -71,6 +72,10 @@ class Asynchronous:
         """Whether ``base`` holds ``sent`` by now."""
         self._is_ending = False
         """Whether this rank waits for all others to have handed in all they have."""
+        self._is_level = False
+        """Whether nothing is under way: all ranks have ``synchronize``'s last round, and this one has not moved on."""
+        self._gone: Exception | None = None
+        """What ended the rounds meanwhile: told when they are needed again."""
         self._is_stopping = False
         self._asks_since_s: float | None = None
         """Since when the rounds' thread has waited for an answer of the store."""
@@ -101,6 +106,7 @@ class Asynchronous:
         """Take in what has been averaged, and hand over what was moved. Waits only as the module says."""
         if self._thread is None:
             return
+        self._raise_gone()
         self._has_trained = True
         self._num_apart += 1
         with self._changed:
@@ -118,6 +124,7 @@ class Asynchronous:
         """Average all that any rank has moved: parameters are then equal. Waits for the slowest rank to get here."""
         if self._thread is None:
             return
+        self._raise_gone()
         with self._changed:
             self._take_in()
             while self._num_sent:
@@ -216,6 +223,14 @@ class Asynchronous:
         self._is_posted = True
         self._changed.notify_all()
 
+    def _raise_gone(self) -> None:
+        """Before anything is under way again."""
+        with self._changed:
+            self._is_level, gone = False, self._gone
+        if gone is not None:
+            self._exchanger.fail(gone)
+            self._exchanger.raise_failure()
+
     def _wait(self) -> None:
         """Until something has changed.
 
@@ -253,9 +268,16 @@ class Asynchronous:
                     self._asks_since_s = None
                 has_part, num_ending = self._round()
                 num_missed = 0 if has_part else num_missed + 1
+                if num_ending == self._exchanger.num_ranks:
+                    self._leave_together(store, f"{prefix}/{number}/done")
+                    num_ending = 0
         except Exception as fault:
-            self._exchanger.fail(_told(as_peer_failure(fault)))
+            told = _told(as_peer_failure(fault))
             with self._changed:
+                if self._is_level:  # the others may have ended, as they may
+                    self._gone = told
+                else:
+                    self._exchanger.fail(told)
                 self._changed.notify_all()
 
     def _agree_on_prefix(self) -> str:
@@ -316,17 +338,34 @@ class Asynchronous:
         for future in futures:
             future.wait()
         exchanger.raise_failure()
-        num_ending = int(ending)
-        is_last = num_ending == exchanger.num_ranks
         with self._changed:
             for fragment in self._fragments:
                 fragment.base.add_(fragment.values)
             self._has_moved = True
             self._has_returned = self._has_returned or has_part
-            if is_last:
-                self._is_ending = False
             self._changed.notify_all()
-        return has_part, 0 if is_last else num_ending
+        return has_part, int(ending)
+
+    def _leave_together(self, store: Any, key: str) -> None:
+        """Let ``synchronize`` end once every rank has the last round.
+
+        A process that ends makes gloo fail all that others still read, from whomever. This rank's own parameters are
+        whole by now. So a store that is gone is no failure here (its rank has seen that all are done), and a rank that
+        does not come is missed by the next collective.
+        """
+        deadline_s = time.monotonic() + self._exchanger.timeout_s
+        with contextlib.suppress(RuntimeError):
+            self._asks_since_s = time.monotonic()
+            num_done = store.add(key, 1)
+            while num_done < self._exchanger.num_ranks and time.monotonic() < deadline_s and not self._is_stopping:
+                self._asks_since_s = None
+                time.sleep(POLL_S)
+                self._asks_since_s = time.monotonic()
+                num_done = store.add(key, 0)
+        self._asks_since_s = None
+        with self._changed:
+            self._is_ending, self._is_level = False, True
+            self._changed.notify_all()
 
 
 def own_store() -> Any:
