@@ -15,8 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from wirespeed import wire
+from wirespeed.repo.aliases import set_alias
+from wirespeed.repo.repository import Repository
+from wirespeed.repo.store import open_store
 from wirespeed.repo.swarm.messages import Progress, Status, unpack
-from wirespeed.repo.swarm.warm import ask_status
+from wirespeed.repo.swarm.warm import ask_status, warm
+
+NUM_HOSTS = 8
 
 
 class Daemon:
@@ -153,3 +158,18 @@ class Relay:
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout=60)
+
+
+def warm_hosts(store_url: str, model: Path, name: str, folder: Path, peers: list[Daemon]) -> None:
+    """Push a model as ``name@prod``, and bring it to NUM_HOSTS peers, of which one reads the store.
+
+    ``peers`` is filled as they start, for whoever has to end them.
+    """
+    repository = Repository(open_store(store_url))
+    repository.push(model, name)
+    set_alias(repository.store, name, "prod", 1)
+    version = repository.version(f"{name}@prod")
+    peers += [Daemon("peer", folder / f"p{at}", "-r", store_url) for at in range(NUM_HOSTS)]
+    warmed = wire.run(warm(version, [peer.address for peer in peers], alias="prod", deadline_s=180))
+    assert [host.progress.state for host in warmed.hosts] == ["whole"] * NUM_HOSTS
+    assert sum(host.progress.store_bytes > 0 for host in warmed.hosts) == 1

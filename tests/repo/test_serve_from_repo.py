@@ -16,23 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 from repo_tools import FaultProxy
-from swarm_tools import Daemon
+from swarm_tools import Daemon, warm_hosts
 
-from wirespeed import wire
 from wirespeed.errors import DataError, UsageError
-from wirespeed.repo.aliases import set_alias
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.devstore import dev_store, find_weed
 from wirespeed.repo.placing import place
 from wirespeed.repo.repository import Repository
-from wirespeed.repo.store import open_store
-from wirespeed.repo.swarm.warm import warm
 
 pytest.importorskip("grpc", reason="needs the extra `serve`")
 
 from wirespeed.serve.shelf import open_shelf
 
-NUM_HOSTS = 8
 TOML = """
 schema = 1
 backend = "python"
@@ -120,14 +115,7 @@ def test_eight_warmed_hosts_serve_their_first_request_without_the_store(
         with dev_store(tmp_path / "weed") as store:
             for name, value in store.environment.items():
                 monkeypatch.setenv(name, value)
-            repository = Repository(open_store(store.url))
-            repository.push(served, "org/faces")
-            set_alias(repository.store, "org/faces", "prod", 1)
-            version = repository.version("org/faces@prod")
-            peers += [Daemon("peer", tmp_path / f"p{at}", "-r", store.url) for at in range(NUM_HOSTS)]
-            warmed = wire.run(warm(version, [peer.address for peer in peers], alias="prod", deadline_s=180))
-            assert [host.progress.state for host in warmed.hosts] == ["whole"] * NUM_HOSTS
-            assert sum(host.progress.store_bytes > 0 for host in warmed.hosts) == 1
+            warm_hosts(store.url, served, "org/faces", tmp_path, peers)
             # The store is there, and every request to it is counted.
             proxy = FaultProxy(os.environ["AWS_ENDPOINT_URL"])
             try:

@@ -10,18 +10,13 @@ from pathlib import Path
 
 import pytest
 from repo_tools import make_model, model_bytes, tree
-from swarm_tools import Daemon
+from swarm_tools import Daemon, warm_hosts
 
-from wirespeed import wire
 from wirespeed.errors import PeerFailure, UsageError
 from wirespeed.repo.aliases import set_alias
 from wirespeed.repo.cache import Cache
 from wirespeed.repo.devstore import dev_store, find_weed
 from wirespeed.repo.repository import Repository
-from wirespeed.repo.store import open_store
-from wirespeed.repo.swarm.warm import warm
-
-NUM_HOSTS = 8
 
 
 @pytest.mark.slow
@@ -38,14 +33,7 @@ def test_eight_warmed_hosts_answer_their_first_request_without_the_store(
         with dev_store(tmp_path / "weed") as store:
             for name, value in store.environment.items():
                 monkeypatch.setenv(name, value)
-            repository = Repository(open_store(store.url))
-            repository.push(model, "org/m")
-            set_alias(repository.store, "org/m", "prod", 1)
-            version = repository.version("org/m@prod")
-            peers += [Daemon("peer", tmp_path / f"p{at}", "-r", store.url) for at in range(NUM_HOSTS)]
-            warmed = wire.run(warm(version, [peer.address for peer in peers], alias="prod", deadline_s=180))
-            assert [host.progress.state for host in warmed.hosts] == ["whole"] * NUM_HOSTS
-            assert sum(host.progress.store_bytes > 0 for host in warmed.hosts) == 1
+            warm_hosts(store.url, model, "org/m", tmp_path, peers)
         # The store is gone. A program starts on every host, loads the model and computes something.
         code = (
             "import sys, torch\n"

@@ -174,7 +174,8 @@ class Asynchronous:
         self.close()
         self._is_stopping = False
         self._num_apart = self._num_local = self._num_sent = 0
-        self._is_posted = self._has_moved = self._has_returned = False
+        self._is_posted = self._has_moved = self._has_returned = self._is_level = False
+        self._gone = None
 
     # ---------------------------------------------------------------- in the training thread
 
