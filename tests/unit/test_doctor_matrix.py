@@ -193,6 +193,55 @@ def test_a_rack_is_measured_again_with_its_hosts_together(rack: int) -> None:
     assert (kept, len(dropped)) == ((), 1)
 
 
+def _after_two_passes(record: LinksRecord, truth: Rate, racks: dict[str, str]) -> tuple[MatrixReport, MatrixReport]:
+    """What a first pass suspects, and what is left of it when measured again as ``check_fabric`` does."""
+    matrix = matrix_of(record, racks)
+    report = judge(matrix, is_first_pass=True)
+    again = record_of(len(matrix.hosts), truth, table=suspects(report, matrix))
+    left = msgspec.structs.replace(report, findings=confirm(report, again, matrix)[0])
+    # What still stands is measured with the same partners as before: the two add up.
+    assert {tuple(p) for p in suspects(report, matrix, still=left.findings)} <= {
+        tuple(p) for p in suspects(report, matrix)
+    }
+    return report, left
+
+
+@pytest.mark.parametrize(("slow_rack", "noisy_rack"), [(a, b) for a in range(4) for b in range(4) if a != b])
+def test_of_two_suspect_racks_both_are_measured_again_and_the_slow_one_is_named(
+    slow_rack: int, noisy_rack: int
+) -> None:
+    truth, noise = uplink_at(GBIT, slow_rack), uplink_at(0.95 * GBIT, noisy_rack)
+    record = record_of(8, lambda a, b, way: min(truth(a, b, way), noise(a, b, way)))
+    first, left = _after_two_passes(record, truth, RACKS)
+    assert {f"r{slow_rack}", f"r{noisy_rack}"} <= {subject for _, subject in named(first)}
+    assert named(left) == [("link.slow-uplink", f"r{slow_rack}")]
+
+
+def test_two_slow_uplinks_are_both_named() -> None:
+    one, two = uplink_at(GBIT, 0), uplink_at(GBIT, 2)
+    record = record_of(8, lambda a, b, way: min(one(a, b, way), two(a, b, way)))
+    _, left = _after_two_passes(record, lambda a, b, way: min(one(a, b, way), two(a, b, way)), RACKS)
+    assert named(left) == [("link.slow-uplink", "r0"), ("link.slow-uplink", "r2")]
+
+
+@pytest.mark.parametrize("path", [(a, b) for a in range(8) for b in range(8) if a // 2 != b // 2])
+def test_a_slow_path_that_makes_its_racks_suspect_is_named_and_not_their_uplinks(path: tuple[int, int]) -> None:
+    def truth(a: int, b: int, way: list[tuple[int, int]]) -> float:
+        return 0.6 * GBIT if (a, b) == path else GBIT
+
+    racks = [uplink_at(1.7 * GBIT, host // 2) for host in path]  # neighbours took a part of what crossed there
+    record = record_of(8, lambda a, b, way: min(truth(a, b, way), *(rack(a, b, way) for rack in racks)))
+    first, left = _after_two_passes(record, truth, RACKS)
+    assert {finding.id for finding in first.findings} == {"link.slow-uplink", "link.slow-path"}
+    assert named(left) == [("link.slow-path", f"h{path[0]} -> h{path[1]}")]
+
+
+def test_paths_over_a_slow_uplink_are_not_named_beside_it() -> None:
+    truth = uplink_at(0.4 * GBIT, 1)  # slower than one host: every path over it is slow alone
+    first, left = _after_two_passes(record_of(8, truth), truth, RACKS)
+    assert named(left) == [("link.slow-uplink", "r1")]
+
+
 def test_a_rack_is_kept_though_its_hosts_seemed_slow_too_and_are_fine_alone() -> None:
     slow = uplink_at(GBIT, 2)
 

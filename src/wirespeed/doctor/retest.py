@@ -7,6 +7,7 @@ Slow again alone: the host or the path. Fine alone and slow together with others
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from statistics import median
 import msgspec
 
 from wirespeed.doctor.check import Evidence, Finding
-from wirespeed.doctor.matrix import SLOW, UNSTEADY, Cell, Matrix, MatrixReport, judge, matrix_of
+from wirespeed.doctor.matrix import SLOW, UNSTEADY, Cell, Matrix, MatrixReport, judge, matrix_of, slowest_by_far
 from wirespeed.launch import Ranks
 from wirespeed.measure.links import Schedule, measure_links, rounds
 from wirespeed.measure.messages import SocketOptions
@@ -28,7 +29,7 @@ NUM_MATCHINGS = 15
 PARTNERS = 2
 MAX_TOGETHER = 4
 MAX_SUSPECTS = 8
-MAX_RETESTS = 10
+MAX_RETESTS = 12
 NUM_PINGS = 20
 """Round trips are only needed to know how long slow start takes."""
 PASSES = (2, 3)
@@ -61,17 +62,26 @@ def schedule_of(num_hosts: int, *, seed: int = 0) -> Schedule:
     return table
 
 
-def suspects(report: MatrixReport, matrix: Matrix, *, repeats: int = PASSES[0]) -> Schedule:
-    """The rounds of another pass, each several times.
+def suspects(
+    report: MatrixReport,
+    matrix: Matrix,
+    *,
+    still: Sequence[Finding] | None = None,
+    repeats: int = PASSES[0],
+) -> Schedule:
+    """The rounds of another pass, each several times: of all findings of the report, or of those that ``still`` stand.
 
     A suspect host with known-good partners and a suspect path: each pair alone. The hosts of a suspect rack: together,
-    as they were when it stood out.
+    as they were when it stood out. Which partners they get follows from the report, and is the same in each pass.
     """
     index = {host: number for number, host in enumerate(matrix.hosts)}
     bad = {finding.subject for finding in report.findings}
-    chosen = worst_first(report.findings)[:MAX_SUSPECTS]
-    racks = [_together(finding, matrix, report) for finding in chosen if finding.id == "link.slow-uplink"]
-    taken = {frozenset(pair) for pairs in racks for pair in pairs}
+    racks, others = [], []
+    for finding in worst_first(report.findings if still is None else still):
+        (racks if finding.id == "link.slow-uplink" else others).append(finding)
+    # Racks first: a halved uplink makes more paths suspect than can be measured again.
+    chosen = [*racks, *others][:MAX_SUSPECTS]
+    taken = {frozenset(pair) for finding in racks for pair in _together(finding, matrix, report)}
     good = [host for host in _best_first(report, matrix) if host not in bad]
     table: dict[tuple[tuple[int, int], ...], None] = {}
     for finding in chosen:
@@ -103,7 +113,7 @@ def _rounds_of(
 ) -> list[list[tuple[str, str]]]:
     if finding.id == "link.slow-path":
         one, _, other = finding.subject.split(" ")
-        return [[(one, other)]]
+        return [] if frozenset((one, other)) in taken else [[(one, other)]]
     if finding.id == "link.slow-uplink":
         pairs = _together(finding, matrix, report)
         return [pairs] if pairs else []
@@ -124,15 +134,29 @@ def _inside(finding: Finding, matrix: Matrix) -> list[str]:
 
 
 def _together(finding: Finding, matrix: Matrix, report: MatrixReport) -> list[tuple[str, str]]:
-    """Hosts of the suspect rack (or group), each with a good host elsewhere, of different racks as far as there are."""
-    inside = _inside(finding, matrix)[:MAX_TOGETHER]
-    outside = [h for h in _best_first(report, matrix) if h not in _inside(finding, matrix)]
-    taken: list[str] = []
-    for _ in inside:
-        left = [h for h in outside if h not in taken]
-        used = [matrix.racks.get(h) for h in taken]
-        taken += sorted(left, key=lambda h: used.count(matrix.racks.get(h)))[:1]
-    return list(zip(inside, taken, strict=False))
+    """Hosts of the suspect rack (or group), each with a good host elsewhere.
+
+    Of different racks as far as there are, not of another suspect rack, not over a path that is suspect itself.
+    """
+    inside = _inside(finding, matrix)
+    outside = [h for h in _best_first(report, matrix) if h not in inside]
+    bad_racks = {f.subject for f in report.findings if f.id == "link.slow-uplink"}
+    bad_paths = [set(f.subject.split(" ")) for f in report.findings if f.id == "link.slow-path"]
+    pairs: list[tuple[str, str]] = []
+    for host in inside[:MAX_TOGETHER]:
+        left = [h for h in outside if h not in {partner for _, partner in pairs}]
+        used = [matrix.racks.get(partner) for _, partner in pairs]
+        cost = {
+            h: (
+                any({host, h} <= path for path in bad_paths),
+                used.count(matrix.racks.get(h)),
+                matrix.racks.get(h) in bad_racks,
+            )
+            for h in left
+        }
+        if left:
+            pairs.append((host, min(left, key=cost.__getitem__)))
+    return pairs
 
 
 class _Again:
@@ -156,23 +180,54 @@ def confirm(
     report: MatrixReport, again: LinksRecord, matrix: Matrix | None = None
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """The findings that hold when measured again, and what was dropped with the reason."""
+    weighed, ratios = _weigh(report, again, matrix)
+    slow = slowest_by_far({subject: ratio for subject, ratio in ratios.items() if ratio < SLOW})
+    weighed = [(finding, why or _explained(finding, slow, matrix)) for finding, why in weighed]
+    kept = tuple(finding for finding, why in weighed if why is None)
+    return kept, tuple(f"{finding.title}: {why}" for finding, why in weighed if why is not None)
+
+
+def _left(report: MatrixReport, again: LinksRecord, matrix: Matrix) -> tuple[Finding, ...]:
+    """What still stands after the first retest, and what there was no room for in it."""
+    weighed, _ = _weigh(report, again, matrix)
+    return tuple(finding for finding, why in weighed if why is None or why == _NOT_AGAIN)
+
+
+_NOT_AGAIN = f"not measured again, as there were more than {MAX_SUSPECTS} suspects"
+
+
+def _weigh(
+    report: MatrixReport, again: LinksRecord, matrix: Matrix | None
+) -> tuple[list[tuple[Finding, str | None]], dict[str, float]]:
+    """Each finding with its second evidence and the reason why it is dropped, if it is; what each rack carried."""
     held = _Again(again, report.usual_bit_per_s)
-    kept: list[Finding] = []
-    dropped: list[str] = []
+    weighed: list[tuple[Finding, str | None]] = []
+    ratios: dict[str, float] = {}
     for finding in report.findings:
         if finding.id == "link.slow-uplink" and matrix is not None:
-            verdict = _uplink_again(finding, held, report, matrix)
-            why = "the rack carried all of it when measured again"
+            ratio, evidence = _uplink_again(finding, held, report, matrix)
+            if evidence:
+                ratios[finding.subject] = ratio
+            why = None if ratio < SLOW else "the rack carried all of it when measured again"
         else:
             verdict = _again(finding, held, report)
-            why = "fine when measured again alone"
-            if verdict == ():
-                verdict, why = None, f"not measured again, as there were more than {MAX_SUSPECTS} suspects"
-        if verdict is None:
-            dropped.append(f"{finding.title}: {why}")
-        else:
-            kept.append(dataclasses.replace(_one_way(finding, held, report), evidence=(*finding.evidence, *verdict)))
-    return tuple(kept), tuple(dropped)
+            evidence = verdict or ()
+            why = None if verdict else _NOT_AGAIN if verdict is not None else "fine when measured again alone"
+            finding = _one_way(finding, held, report)
+        weighed.append((dataclasses.replace(finding, evidence=(*finding.evidence, *evidence)), why))
+    return weighed, ratios
+
+
+def _explained(finding: Finding, slow: Sequence[str], matrix: Matrix | None) -> str | None:
+    """Why a finding that held needs no cause of its own beside the racks whose uplinks are slow."""
+    if finding.id == "link.slow-uplink" and slow and finding.subject not in slow:
+        return f"its traffic to {' and '.join(slow)} explains it"
+    if finding.id == "link.slow-path" and matrix is not None:
+        one, _, other = finding.subject.split(" ")
+        ends = {matrix.racks.get(host) for host in (one, other)}
+        if len(ends) == 2 and (racks := [rack for rack in slow if rack in ends]):
+            return f"the uplink of rack {racks[0]} explains it"
+    return None
 
 
 def _one_way(finding: Finding, held: _Again, report: MatrixReport) -> Finding:
@@ -215,10 +270,15 @@ def _again(finding: Finding, held: _Again, report: MatrixReport) -> tuple[Eviden
     return lines if level < SLOW else None
 
 
-def _uplink_again(finding: Finding, held: _Again, report: MatrixReport, matrix: Matrix) -> tuple[Evidence, ...] | None:
-    """Whether the rack's hosts, together, again carried less than they could: in the best repeat, the worse way."""
+def _uplink_again(
+    finding: Finding, held: _Again, report: MatrixReport, matrix: Matrix
+) -> tuple[float, tuple[Evidence, ...]]:
+    """What the rack's hosts, together, carried of what they could: in the best repeat, the worse way. 0: not measured.
+
+    Not measured again it stands: there is no second rack, or its hosts have no partners.
+    """
     pairs = _together(finding, matrix, report)
-    worst: tuple[float, list[Cell]] | None = None
+    worst: tuple[float, list[Cell]] = (math.inf, [])
     for cells in (pairs, [(b, a) for a, b in pairs]):
         if len(cells) < 2 or not all(held.shares.get(cell) for cell in cells):
             continue
@@ -226,14 +286,11 @@ def _uplink_again(finding: Finding, held: _Again, report: MatrixReport, matrix: 
         alone = [min(_alone(held, cells, report, s, 0), _alone(held, cells, report, t, 1)) for s, t in cells]
         possible = max(sum(alone), 1e-9) if matrix.racks else float(len(cells))
         ratio = max(sum(shares) for shares in zip(*(held.shares[cell] for cell in cells), strict=False)) / possible
-        if worst is None or ratio < worst[0]:
-            worst = (ratio, cells)
-    if worst is None:
-        return ()
+        worst = min(worst, (ratio, cells))
     ratio, cells = worst
-    if ratio >= SLOW:
-        return None
-    return tuple(
+    if not cells:
+        return 0.0, ()
+    return ratio, tuple(
         Evidence(
             where=f"{s} -> {t}, together",
             seen=f"{format_rate(held.best((s, t)) * report.usual_bit_per_s)} ({format_percent(held.best((s, t)))})",
@@ -284,11 +341,9 @@ def check_fabric(
             if len(again) == len(PASSES):
                 return ()
             report, matrix = seen[0]
-            kept, _ = confirm(report, _joined(again), matrix)
             # One more stall has confirmed a link that comes and goes. What is slow may be a busy machine.
-            still = tuple(finding for finding in kept if finding.id != "link.flapping")
-            left = msgspec.structs.replace(report, findings=still)
-            return suspects(left, matrix, repeats=PASSES[len(again)])
+            left = [f for f in _left(report, _joined(again), matrix) if f.id != "link.flapping"]
+            return suspects(report, matrix, still=left, repeats=PASSES[len(again)])
         matrix = matrix_of(record, racks, schedule=schedule_of(len(record.hosts), seed=seed))
         seen.append((judge(matrix, is_first_pass=True), matrix))
         return suspects(*seen[0])
