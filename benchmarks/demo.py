@@ -5,8 +5,9 @@ dense's time, dense is exposed for at least 60 % of its step, and every predicti
 100 Mbit/s, with `lossy` allowed, at most a fifth. At 10 Gbit/s the choice is not slower than dense beyond noise: both
 run interleaved, medians within 3 %.
 
-A seed whose run lost more than 5 % of the CPU to the machine's neighbours runs again, at most twice; the last run
-counts and all are kept. `--join FILE` keeps every run there as soon as it is done, and goes on where FILE ends.
+A seed whose run lost more than 5 % of the CPU to the machine's neighbours, and in which a prediction was off by more
+than its bar, runs again, at most twice; the last run counts and all are kept. `--join FILE` keeps every run there as
+soon as it is done, and goes on where FILE ends.
 
     python benchmarks/demo.py --check
 """
@@ -28,6 +29,7 @@ from wirespeed.records import write_bytes
 
 SCRIPT = "examples/char_gpt.py"
 RATES = ("1gbit", "100mbit", "10gbit")
+WORST_ERROR = 0.15
 
 
 def tune(rate: str, fidelity: str, seed: int, *, steps: int, budget: str) -> dict[str, Any]:
@@ -64,8 +66,13 @@ class Journal:
 def tune_undisturbed(
     rate: str, fidelity: str, seed: int, *, steps: int, budget: str, journal: Journal
 ) -> list[dict[str, Any]]:
-    """Records until one had the machine to itself, at most three."""
-    while not (told := journal.of(rate, seed)) or (told[-1]["steal_share"] > QUIET_SHARE and len(told) < ATTEMPTS):
+    """Records until one holds, or had the machine to itself; at most three.
+
+    What neighbours take makes measurements slower than predictions, never closer: a run that holds needs no second.
+    """
+    while not (told := journal.of(rate, seed)) or (
+        told[-1]["steal_share"] > QUIET_SHARE and told[-1]["worst_error"] > WORST_ERROR and len(told) < ATTEMPTS
+    ):
         journal.add(rate, seed, summary(tune(rate, fidelity, seed, steps=steps, budget=budget)))
     return told
 
@@ -136,7 +143,12 @@ def main() -> int:
                 limit,
                 at_least=False,
             ),
-            Bar(f"{rate}: largest error of a prediction", max(t["worst_error"] for t in told), 0.15, at_least=False),
+            Bar(
+                f"{rate}: largest error of a prediction",
+                max(t["worst_error"] for t in told),
+                WORST_ERROR,
+                at_least=False,
+            ),
         ]
         if rate == "1gbit":
             bars.append(Bar("1gbit: dense's exposed share, least", min(t["dense_exposed_share"] for t in told), 0.6))
@@ -147,7 +159,7 @@ def main() -> int:
         ratio = median(times[told_fast["chosen"]]) / median(times["dense"]) if times else 1.0
         results["10gbit"] = {"attempts": attempts_fast, "interleaved_s": times}
         bars.append(Bar("10gbit: the choice's step over dense's, interleaved medians", ratio, 1.03, at_least=False))
-        bars.append(Bar("10gbit: largest error of a prediction", told_fast["worst_error"], 0.15, at_least=False))
+        bars.append(Bar("10gbit: largest error of a prediction", told_fast["worst_error"], WORST_ERROR, at_least=False))
     name = "-".join(["demo", *(rates if set(rates) != set(RATES) else ())])
     return finish(name, bars, results, check=args.check, is_quick=args.quick)
 
