@@ -239,6 +239,7 @@ def test_a_slow_path_that_makes_its_racks_suspect_is_named_and_not_their_uplinks
 def test_paths_over_a_slow_uplink_are_not_named_beside_it() -> None:
     truth = uplink_at(0.4 * GBIT, 1)  # slower than one host: every path over it is slow alone
     first, left = _after_two_passes(record_of(8, truth), truth, RACKS)
+    assert any(finding.id == "link.slow-path" for finding in first.findings)
     assert named(left) == [("link.slow-uplink", "r1")]
 
 

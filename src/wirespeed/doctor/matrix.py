@@ -125,7 +125,7 @@ def judge(matrix: Matrix, *, is_first_pass: bool = False) -> MatrixReport:
     steady = {cell: value for cell, value in share.items() if not set(cell) & set(unsteady)}
     uplinks = _slow_uplinks(matrix, steady, sending, receiving, usual, is_first_pass=is_first_pass)
     findings += uplinks
-    # A slow uplink explains slow paths. In a first pass a slow path may have made the uplink suspect: both are measured.
+    # A slow uplink explains slow paths. In a first pass it may be the other way round: both are measured again.
     if not group and (is_first_pass or not uplinks):
         findings += _slow_links(matrix, share, sending, receiving, unsteady, usual, floor)
     return MatrixReport(

@@ -213,8 +213,8 @@ def _weigh(
             verdict = _again(finding, held, report)
             evidence = verdict or ()
             why = None if verdict else _NOT_AGAIN if verdict is not None else "fine when measured again alone"
-            finding = _one_way(finding, held, report)
-        weighed.append((dataclasses.replace(finding, evidence=(*finding.evidence, *evidence)), why))
+        told = _one_way(finding, held, report)
+        weighed.append((dataclasses.replace(told, evidence=(*told.evidence, *evidence)), why))
     return weighed, ratios
 
 
