@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,8 +98,8 @@ def run_interleaved(
 def until_quiet(measure: Callable[[], T]) -> list[tuple[T, float]]:
     """Measure until the neighbours took little of the CPU meanwhile, at most ``ATTEMPTS`` times.
 
-    Gives every attempt, in order, with the share that was taken; the last one is the one that counts. Whether to go on
-    depends on the share alone, never on the value.
+    Gives every attempt, in order, with the share that was taken; the least disturbed one counts. Whether to go on, and
+    which counts, depends on the share alone, never on the value.
     """
     attempts: list[tuple[T, float]] = []
     while not attempts or (attempts[-1][1] > QUIET_SHARE and len(attempts) < ATTEMPTS):
@@ -107,6 +107,11 @@ def until_quiet(measure: Callable[[], T]) -> list[tuple[T, float]]:
         value = measure()
         attempts.append((value, meter.share()))
     return attempts
+
+
+def least_disturbed(attempts: Sequence[tuple[T, float]]) -> T:
+    """The one of ``until_quiet``'s that counts."""
+    return min(attempts, key=lambda attempt: attempt[1])[0]
 
 
 def arguments(description: str) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """What the planner is calibrated on: links, collectives and codecs of small labs, as `wirespeed bench` records them.
 
 A record that was made while the machine's neighbours took more than ``QUIET_SHARE`` of its CPU is made again, at most
-twice; the last one counts, and what share each attempt lost is kept beside the records.
+twice; the least disturbed one counts, and what share each attempt lost is kept beside the records.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from _harness import until_quiet
+from _harness import least_disturbed, until_quiet
 from wirespeed.fabric.files import read_fabric, write_fabric
 from wirespeed.fabric.topology import Fabric
 from wirespeed.lab import Lab, LabSpec
@@ -90,7 +90,16 @@ def record(lab: Lab, arguments: Sequence[str], target: Path, *, order: Sequence[
     """One record, unless it is there already; beside it what the neighbours took of each attempt."""
     if target.is_file():
         return
-    attempts = until_quiet(lambda: bench(lab, [*arguments, "--out", str(target)], order=order))
+
+    def once() -> bytes:
+        made = target.with_name(f"new-{target.name}")
+        bench(lab, [*arguments, "--out", str(made)], order=order)
+        content = made.read_bytes()
+        made.unlink()
+        return content
+
+    attempts = until_quiet(once)
+    write_bytes(target, least_disturbed(attempts))
     held = losses(target.parent)
     held[target.name] = [share for _, share in attempts]
     write_bytes(target.parent / LOSSES, json.dumps(held, indent=1).encode())
