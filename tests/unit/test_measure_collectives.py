@@ -219,3 +219,33 @@ def test_ranks_that_do_not_come_are_a_peer_failure(monkeypatch: pytest.MonkeyPat
     with pytest.raises(PeerFailure, match=r"a collective failed"):
         measure_collectives(sizes_bytes=[1024], timeout_s=1.0)
     assert os.sched_getscheduler(0) == before
+
+
+def test_what_was_disturbed_is_measured_once_more_and_the_quieter_counts(tmp_path: Path) -> None:
+    program = tmp_path / "again.py"
+    program.write_text(
+        "import dataclasses, json, sys, time, torch.distributed as dist\n"
+        "from wirespeed.measure import collectives as c\n"
+        "dist.init_process_group('gloo')\n"
+        "group = c._Group()\n"
+        "def timed(size, share):\n"
+        "    return dataclasses.replace(c._time_case(group, 'all_gather', 'uint8', size, 3, 1), steal_share=share)\n"
+        # A share above 1 cannot be topped; one of 0.0 needs no second time.
+        "held = [timed(1024, 0.0), timed(2048, 2.0), timed(4096, 3.0)]\n"
+        "before, notes, told = list(held), [], []\n"
+        "c._time_again(group, held, 3, 1, time.monotonic() + 60, told.append, notes)\n"
+        "late = [timed(1024, 2.0)]\n"
+        "kept = late[0]\n"
+        "c._time_again(group, late, 3, 1, time.monotonic() - 1, told.append, notes)\n"
+        "json.dump([[a is b for a, b in zip(held, before)], late[0] is kept, told, notes], sys.stdout)\n"
+        "dist.destroy_process_group()\n"
+    )
+    ended = run_ranks([str(program)], 2)
+    assert [rank.returncode for rank in ended] == [0, 0], ended[0].stderr
+    is_same, is_kept, told, notes = json.loads(ended[0].stdout)
+    assert is_same == [True, False, False]
+    assert told == ["all_gather uint8 4 KiB, again", "all_gather uint8 2 KiB, again"]
+    assert is_kept  # no time was left for it
+    assert notes[0].startswith("2 of 3 cases")
+    assert notes[0].endswith("2 were replaced by quieter ones")
+    assert notes[1].endswith("0 were replaced by quieter ones")
