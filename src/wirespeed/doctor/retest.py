@@ -32,8 +32,10 @@ MAX_SUSPECTS = 8
 MAX_RETESTS = 12
 NUM_PINGS = 20
 """Round trips are only needed to know how long slow start takes."""
-PASSES = (2, 3)
-"""Repeats of what is suspect after the first measurement, and of what still is after that: few suspects, more care."""
+PASSES = (1, 1, 3)
+"""Repeats of what is suspect after the first measurement, and of what still is after each of these: what is fine once
+is fine, and few suspects get more care."""
+FLAPPING_PASSES = 2
 
 
 class FabricReport(Record, frozen=True, kw_only=True, tag="fabric_report"):
@@ -187,10 +189,18 @@ def confirm(
     return kept, tuple(f"{finding.title}: {why}" for finding, why in weighed if why is not None)
 
 
-def _left(report: MatrixReport, again: LinksRecord, matrix: Matrix) -> tuple[Finding, ...]:
-    """What still stands after the first retest, and what there was no room for in it."""
-    weighed, _ = _weigh(report, again, matrix)
-    return tuple(finding for finding, why in weighed if why is None or why == _NOT_AGAIN)
+def _left(report: MatrixReport, again: LinksRecord, matrix: Matrix, num_passes: int) -> list[Finding]:
+    """What still stands after so many passes, and what there was no room for in them."""
+    left = []
+    for finding, why in _weigh(report, again, matrix)[0]:
+        if finding.id == "link.flapping":
+            # One more stall confirms a link that comes and goes; one that had none yet gets another chance to.
+            if why is not None and num_passes < FLAPPING_PASSES:
+                left.append(finding)
+        elif why is None or why == _NOT_AGAIN:
+            # What is slow again may be a busy machine.
+            left.append(finding)
+    return left
 
 
 _NOT_AGAIN = f"not measured again, as there were more than {MAX_SUSPECTS} suspects"
@@ -341,8 +351,7 @@ def check_fabric(
             if len(again) == len(PASSES):
                 return ()
             report, matrix = seen[0]
-            # One more stall has confirmed a link that comes and goes. What is slow may be a busy machine.
-            left = [f for f in _left(report, _joined(again), matrix) if f.id != "link.flapping"]
+            left = _left(report, _joined(again), matrix, len(again))
             return suspects(report, matrix, still=left, repeats=PASSES[len(again)])
         matrix = matrix_of(record, racks, schedule=schedule_of(len(record.hosts), seed=seed))
         seen.append((judge(matrix, is_first_pass=True), matrix))
