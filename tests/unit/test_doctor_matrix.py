@@ -194,6 +194,24 @@ def test_a_rack_is_measured_again_with_its_hosts_together(rack: int) -> None:
     assert (kept, len(dropped)) == ((), 1)
 
 
+@pytest.mark.parametrize("side", ["slow-host", "slow-tx", "slow-rx"])
+@pytest.mark.parametrize("first", ["slow-host", "slow-tx", "slow-rx"])
+def test_which_side_of_a_host_is_slow_is_told_by_the_retest(side: str, first: str) -> None:
+    ends = {"slow-host": (0, 1), "slow-tx": (0,), "slow-rx": (1,)}
+
+    def rate(kind: str) -> Rate:
+        return lambda a, b, way: 0.6 * GBIT if any((a, b)[end] == 3 for end in ends[kind]) else GBIT
+
+    # What neighbours took in the first pass made the other side look slow, or hid one that was.
+    record = record_of(8, rate(first))
+    matrix, report = matrix_of(record, RACKS), find_outliers(record, RACKS)
+    assert named(report) == [(f"link.{first}", "h3")]
+    kept, _ = confirm(report, record_of(8, rate(side), table=suspects(report, matrix)), matrix)
+    assert [(finding.id, finding.subject) for finding in kept] == [(f"link.{side}", "h3")]
+    words = {"slow-host": "both ways", "slow-tx": "sending", "slow-rx": "receiving"}
+    assert f"is slow {words[side]}: " in kept[0].title
+
+
 def _after_two_passes(record: LinksRecord, truth: Rate, racks: dict[str, str]) -> tuple[MatrixReport, MatrixReport]:
     """What a first pass suspects, and what is left of it when measured again as ``check_fabric`` does."""
     matrix = matrix_of(record, racks)

@@ -167,11 +167,17 @@ class _Again:
     def __init__(self, record: LinksRecord, usual: float) -> None:
         self.shares: dict[Cell, list[float]] = defaultdict(list)
         self.dips: dict[Cell, float] = {}
+        self.together: set[Cell] = set()
+        """What was measured with all hosts of a rack: it says nothing of each of them."""
         for sample in record.samples:
             if sample.bit_per_s and not sample.is_bidirectional:
                 cell = (sample.source, sample.target)
                 self.shares[cell].append(median(sample.bit_per_s) / usual)
                 self.dips[cell] = min(self.dips.get(cell, 1.0), min(sample.bit_per_s) / max(1.0, *sample.bit_per_s))
+
+    def alone(self) -> list[Cell]:
+        """Pairs that were measured by themselves."""
+        return [cell for cell in self.shares if cell not in self.together]
 
     def best(self, cell: Cell) -> float:
         """The best of the repeats: a slow path is never fast, a busy machine is not always slow."""
@@ -211,6 +217,10 @@ def _weigh(
 ) -> tuple[list[tuple[Finding, str | None]], dict[str, float]]:
     """Each finding with its second evidence and the reason why it is dropped, if it is; what each rack carried."""
     held = _Again(again, report.usual_bit_per_s)
+    for finding in report.findings:
+        if finding.id == "link.slow-uplink" and matrix is not None:
+            for one, other in _together(finding, matrix, report):
+                held.together |= {(one, other), (other, one)}
     weighed: list[tuple[Finding, str | None]] = []
     ratios: dict[str, float] = {}
     for finding in report.findings:
@@ -223,7 +233,7 @@ def _weigh(
             verdict = _again(finding, held, report)
             evidence = verdict or ()
             why = None if verdict else _NOT_AGAIN if verdict is not None else "fine when measured again alone"
-        told = _one_way(finding, held, report)
+        told = _as_seen(_one_way(finding, held, report), held) if why is None else finding
         weighed.append((dataclasses.replace(told, evidence=(*told.evidence, *evidence)), why))
     return weighed, ratios
 
@@ -252,18 +262,39 @@ def _one_way(finding: Finding, held: _Again, report: MatrixReport) -> Finding:
     return dataclasses.replace(finding, subject=f"{source} -> {target}", title=title)
 
 
+_SIDES = {"link.slow-host": "both ways", "link.slow-tx": "sending", "link.slow-rx": "receiving"}
+
+
+def _as_seen(finding: Finding, held: _Again) -> Finding:
+    """A slow host by the sides that were slow when it was measured again alone, with partners that are fine."""
+    sends, receives = _sides(finding.subject, held)
+    if finding.id not in _SIDES or sends is None or receives is None or min(sends, receives) >= SLOW:
+        return finding
+    side = "link.slow-tx" if receives >= SLOW else "link.slow-rx" if sends >= SLOW else "link.slow-host"
+    title = finding.title.replace(f"slow {_SIDES[finding.id]}:", f"slow {_SIDES[side]}:")
+    return dataclasses.replace(finding, id=side, title=title)
+
+
+def _sides(host: str, held: _Again) -> tuple[float | None, float | None]:
+    """What a host sent and received when it was measured again, over the usual rate."""
+    levels = [[held.best(cell) for cell in held.alone() if cell[end] == host] for end in (0, 1)]
+    sends, receives = (median(level) if level else None for level in levels)
+    return sends, receives
+
+
 def _again(finding: Finding, held: _Again, report: MatrixReport) -> tuple[Evidence, ...] | None:
     """Evidence of the second measurement, empty where there was none; None where it speaks against the finding."""
     if finding.id == "link.slow-path":
         one, way, other = finding.subject.split(" ")
         cells = [(one, other), (other, one)] if way == "<->" else [(one, other)]
     else:
-        ends = {"link.slow-tx": (0,), "link.slow-rx": (1,)}.get(finding.id, (0, 1))
-        cells = [cell for cell in held.shares if any(cell[end] == finding.subject for end in ends)]
+        cells = [cell for cell in held.alone() if finding.subject in cell]
     seen = [cell for cell in cells if held.shares.get(cell)]
     if not seen:
         return ()
-    level = median(held.best(cell) for cell in seen)
+    sides = [side for side in _sides(finding.subject, held) if side is not None]
+    level = min(sides, default=1.0)
+    seen.sort(key=held.best)
     lines = tuple(
         Evidence(
             where=f"{s} -> {t}, alone",
@@ -276,7 +307,8 @@ def _again(finding: Finding, held: _Again, report: MatrixReport) -> tuple[Eviden
         return lines if any(held.best((s, t)) < SLOW * _possible(report, s, t) for s, t in seen) else None
     if finding.id == "link.flapping":
         # It comes and goes: one more stall in any of the repeats is enough, and none at all speaks against it.
-        return lines if min(held.dips[cell] for cell in seen) < UNSTEADY or level < SLOW else None
+        is_slow = median(held.best(cell) for cell in seen) < SLOW
+        return lines if min(held.dips[cell] for cell in seen) < UNSTEADY or is_slow else None
     return lines if level < SLOW else None
 
 
