@@ -212,6 +212,28 @@ def test_which_side_of_a_host_is_slow_is_told_by_the_retest(side: str, first: st
     assert f"is slow {words[side]}: " in kept[0].title
 
 
+def test_measured_twice_a_cell_counts_by_its_best_and_stalls_add_up() -> None:
+    def once(seed: int) -> LinksRecord:
+        """Neighbours took half of a third of all transfers; h5 stalls in two of three."""
+        source = random.Random(seed)
+        record = record_of(8, lambda a, b, way: GBIT * (0.5 if source.random() < 0.3 else 1.0), seed=seed)
+        samples = [
+            msgspec.structs.replace(s, bit_per_s=(*s.bit_per_s[:3], 0.1 * s.bit_per_s[3], s.bit_per_s[4]))
+            if "h5" in (s.source, s.target) and source.random() < 0.67
+            else s
+            for s in record.samples
+        ]
+        return msgspec.structs.replace(record, samples=tuple(samples))
+
+    first, second = once(1), once(2)
+    alone, both = (
+        judge(matrix_of(first), is_first_pass=True),
+        judge(matrix_of(first, again=(second,)), is_first_pass=True),
+    )
+    assert len(alone.findings) > 2 * len(both.findings)
+    assert ("link.flapping", "h5") in named(both)
+
+
 def _after_two_passes(record: LinksRecord, truth: Rate, racks: dict[str, str]) -> tuple[MatrixReport, MatrixReport]:
     """What a first pass suspects, and what is left of it when measured again as ``check_fabric`` does."""
     matrix = matrix_of(record, racks)

@@ -27,11 +27,12 @@ MIN_DEVIATION = 0.02
 """Floor of the robust deviation: shaped links repeat so well that a loss of 1 % would else be an outlier."""
 SUSPECT = 0.75
 """Below this share of the median a value is suspect however much the others vary, where it is measured again."""
-UNSTEADY = 0.5
-"""A window below half of the transfer's best, in most cells of a host and few of others: its link comes and goes."""
+UNSTEADY = 0.4
+"""A window below this share of the transfer's best, in most transfers of a host and few of others: its link comes and
+goes. A busy machine halves a window now and then; a link that is away for some windows' time leaves less."""
 
 MANY_STALLS, FEW_STALLS = 0.4, 0.15
-"""Shares of a host's cells with a stall, and of all others', that make it one whose link comes and goes."""
+"""Shares of a host's transfers with a stall, and of all others', that make it one whose link comes and goes."""
 
 Cell = tuple[str, str]
 
@@ -41,8 +42,8 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
 
     hosts: tuple[str, ...]
     bit_per_s: dict[Cell, float]
-    dips: dict[Cell, float]
-    """Slowest over fastest window of the steadier transfer of the cell."""
+    dips: dict[Cell, tuple[float, ...]]
+    """Slowest over fastest window, of the steadier transfer of the cell in each measurement."""
     racks: dict[str, str]
     """Host to rack; empty where it is not known."""
     phases: tuple[tuple[Cell, ...], ...]
@@ -67,17 +68,25 @@ def matrix_of(
     record: LinksRecord,
     racks: Mapping[str, str] | None = None,
     *,
+    again: Sequence[LinksRecord] = (),
     schedule: Schedule | None = None,
 ) -> Matrix:
-    """The matrix of a record. ``schedule`` None: the rounds of ``bench links``, all pairs."""
+    """The matrix of a record. ``schedule`` None: the rounds of ``bench links``, all pairs.
+
+    ``again``: the same rounds measured again. A cell counts by its best: what is slow is never fast.
+    """
     rates: dict[Cell, float] = {}
-    dips: dict[Cell, float] = {}
-    for sample in record.samples:
-        if sample.is_bidirectional or not sample.bit_per_s:
-            continue
-        cell = (sample.source, sample.target)
-        rates[cell] = max(rates.get(cell, 0.0), median(sample.bit_per_s))
-        dips[cell] = max(dips.get(cell, 0.0), _dip(sample))
+    dips: dict[Cell, tuple[float, ...]] = {}
+    for held in (record, *again):
+        steadiest: dict[Cell, float] = {}
+        for sample in held.samples:
+            if sample.is_bidirectional or not sample.bit_per_s:
+                continue
+            cell = (sample.source, sample.target)
+            rates[cell] = max(rates.get(cell, 0.0), median(sample.bit_per_s))
+            steadiest[cell] = max(steadiest.get(cell, 0.0), _dip(sample))
+        for cell, dip in steadiest.items():
+            dips[cell] = (*dips.get(cell, ()), dip)
     table = rounds(len(record.hosts)) if schedule is None else schedule
     phases = []
     for pairs in table:
@@ -164,14 +173,13 @@ def _side(matrix: Matrix, share: Mapping[Cell, float], host: str, end: int) -> f
 
 
 def _unsteady_hosts(matrix: Matrix) -> list[str]:
-    """Hosts most of whose transfers had a window below half their best, where those of others have not."""
-    bad = {cell for cell, dip in matrix.dips.items() if dip < UNSTEADY}
+    """Hosts most of whose transfers had a window far below their best, where those of others have not."""
     found = []
     for host in matrix.hosts:
-        own = [cell for cell in matrix.dips if host in cell]
-        rest = [cell for cell in matrix.dips if host not in cell]
-        own_share = sum(cell in bad for cell in own) / len(own) if own else 0.0
-        rest_share = sum(cell in bad for cell in rest) / len(rest) if rest else 0.0
+        own = [dip for cell, dips in matrix.dips.items() if host in cell for dip in dips]
+        rest = [dip for cell, dips in matrix.dips.items() if host not in cell for dip in dips]
+        own_share = sum(dip < UNSTEADY for dip in own) / len(own) if own else 0.0
+        rest_share = sum(dip < UNSTEADY for dip in rest) / len(rest) if rest else 0.0
         if own_share >= MANY_STALLS and rest_share <= max(FEW_STALLS, own_share / 3):
             found.append(host)
     return found
@@ -213,7 +221,7 @@ def _slow_host(  # noqa: PLR0917 - one caller
 
 
 def _flapping(matrix: Matrix, host: str) -> Finding:
-    cells = sorted((cell for cell in matrix.dips if host in cell), key=lambda cell: matrix.dips[cell])[:4]
+    cells = sorted((cell for cell in matrix.dips if host in cell), key=lambda cell: min(matrix.dips[cell]))[:4]
     return Finding(
         id="link.flapping",
         subject=host,
@@ -223,7 +231,7 @@ def _flapping(matrix: Matrix, host: str) -> Finding:
         evidence=tuple(
             Evidence(
                 where=f"{source} -> {target}",
-                seen=f"slowest window at {format_percent(matrix.dips[source, target])} of the fastest",
+                seen=f"slowest window at {format_percent(min(matrix.dips[source, target]))} of the fastest",
                 expected=f"above {format_percent(UNSTEADY)}",
             )
             for source, target in cells

@@ -30,6 +30,8 @@ PARTNERS = 2
 MAX_TOGETHER = 4
 MAX_SUSPECTS = 8
 MAX_RETESTS = 12
+NOISY_FINDINGS = 3
+"""More suspects than these after a first measurement, and all of it is measured once more: most will be noise."""
 NUM_PINGS = 20
 """Round trips are only needed to know how long slow start takes."""
 PASSES = (1, 1, 3)
@@ -143,6 +145,7 @@ def _together(finding: Finding, matrix: Matrix, report: MatrixReport) -> list[tu
     inside = _inside(finding, matrix)
     outside = [h for h in _best_first(report, matrix) if h not in inside]
     bad_racks = {f.subject for f in report.findings if f.id == "link.slow-uplink"}
+    bad_hosts = {f.subject for f in report.findings if f.host is not None}
     bad_paths = [set(f.subject.split(" ")) for f in report.findings if f.id == "link.slow-path"]
     pairs: list[tuple[str, str]] = []
     for host in inside[:MAX_TOGETHER]:
@@ -150,6 +153,7 @@ def _together(finding: Finding, matrix: Matrix, report: MatrixReport) -> list[tu
         used = [matrix.racks.get(partner) for _, partner in pairs]
         cost = {
             h: (
+                h in bad_hosts,
                 any({host, h} <= path for path in bad_paths),
                 used.count(matrix.racks.get(h)),
                 matrix.racks.get(h) in bad_racks,
@@ -371,10 +375,13 @@ def check_fabric(
 ) -> tuple[FabricReport, LinksRecord] | None:
     """Measure all pairs (or matchings), judge, measure suspects again. Every rank calls it; rank 0 gets the result.
 
+    Where there are many suspects, all of it is measured twice first: on a busy machine most of them are noise.
+
     Raises what ``measure_links`` raises: PeerFailure names the host that does not answer.
     """
 
     seen: list[tuple[MatrixReport, Matrix]] = []
+    whole: list[LinksRecord] = []
     again: list[LinksRecord] = []
 
     def follow_up(record: LinksRecord) -> Schedule:
@@ -385,9 +392,14 @@ def check_fabric(
             report, matrix = seen[0]
             left = _left(report, _joined(again), matrix, len(again))
             return suspects(report, matrix, still=left, repeats=PASSES[len(again)])
-        matrix = matrix_of(record, racks, schedule=schedule_of(len(record.hosts), seed=seed))
-        seen.append((judge(matrix, is_first_pass=True), matrix))
-        return suspects(*seen[0])
+        whole.append(record)
+        table = schedule_of(len(record.hosts), seed=seed)
+        matrix = matrix_of(whole[0], racks, again=whole[1:], schedule=table)
+        report = judge(matrix, is_first_pass=True)
+        if len(whole) == 1 and len(report.findings) > NOISY_FINDINGS:
+            return table
+        seen.append((report, matrix))
+        return suspects(report, matrix)
 
     first = measure_links(
         ranks,
