@@ -27,9 +27,9 @@ MIN_DEVIATION = 0.02
 """Floor of the robust deviation: shaped links repeat so well that a loss of 1 % would else be an outlier."""
 SUSPECT = 0.75
 """Below this share of the median a value is suspect however much the others vary, where it is measured again."""
-UNSTEADY = 0.4
+UNSTEADY = 0.25
 """A window below this share of the transfer's best, in most transfers of a host and few of others: its link comes and
-goes. A busy machine halves a window now and then; a link that is away for some windows' time leaves less."""
+goes. TCP waits 200 ms at least before it sends again; a busy machine halves a window now and then."""
 
 MANY_STALLS, FEW_STALLS = 0.4, 0.15
 """Shares of a host's transfers with a stall, and of all others', that make it one whose link comes and goes."""
