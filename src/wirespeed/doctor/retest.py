@@ -80,7 +80,8 @@ def suspects(
     """
     index = {host: number for number, host in enumerate(matrix.hosts)}
     bad = {finding.subject for finding in report.findings}
-    racks, others = [], []
+    racks: list[Finding] = []
+    others: list[Finding] = []
     for finding in worst_first(report.findings if still is None else still):
         (racks if finding.id == "link.slow-uplink" else others).append(finding)
     # Racks first: a halved uplink makes more paths suspect than can be measured again.
