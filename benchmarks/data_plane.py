@@ -1,8 +1,10 @@
 """The data plane beside a bare grpc.aio echo and a raw uvloop framed echo: requests per second between two processes.
 
 Client and server are two processes on loopback; every arm sends the same bytes, with the same number of requests under
-way, and every answer is checked. grpc.aio carries raw bytes (no protobuf), with messages of any size allowed. The raw
-echo is the floor: one length field, no checks, no deadlines, no credit, callbacks instead of futures, buffers reused.
+way, and every answer is checked. Two processes of one host share memory for large messages, unless told not to: that
+arm ("by socket") is what they do between hosts, and stands beside. grpc.aio carries raw bytes (no protobuf), with
+messages of any size allowed. The raw echo is the floor: one length field, no checks, no deadlines, no credit, callbacks
+instead of futures, buffers reused.
 
     python benchmarks/data_plane.py --check
     python benchmarks/data_plane.py --quick --check
@@ -135,20 +137,33 @@ async def drive_raw(port: int, payload: bytes, depth: int, seconds: float) -> tu
 # --- the two arms
 
 
-async def serve_wire(_: int, ready: Any) -> None:
-    async with await wire.listen("127.0.0.1:0", {"echo": lambda request: request.payload}) as server:
+async def serve_wire(_: int, ready: Any, limits: wire.Limits | None = None) -> None:
+    async with await wire.listen("127.0.0.1:0", {"echo": lambda request: request.payload}, limits=limits) as server:
         ready.send(int(server.address.rpartition(":")[2]))
         await asyncio.Event().wait()
 
 
-async def drive_wire(port: int, payload: bytes, depth: int, seconds: float) -> tuple[int, float]:
-    async with await wire.connect(f"127.0.0.1:{port}") as connection:
+async def drive_wire(
+    port: int, payload: bytes, depth: int, seconds: float, limits: wire.Limits | None = None
+) -> tuple[int, float]:
+    async with await wire.connect(f"127.0.0.1:{port}", limits=limits) as connection:
         check_whole((await connection.call("echo", payload, timeout_s=30)).payload, payload)
 
         async def call() -> bool:
             return is_echo((await connection.call("echo", payload, timeout_s=30)).payload, payload)
 
         return await closed_loop(call, depth, seconds)
+
+
+SOCKETS = wire.Limits(segment_bytes=0)
+
+
+async def serve_sockets(size: int, ready: Any) -> None:
+    await serve_wire(size, ready, SOCKETS)
+
+
+async def drive_sockets(port: int, payload: bytes, depth: int, seconds: float) -> tuple[int, float]:
+    return await drive_wire(port, payload, depth, seconds, SOCKETS)
 
 
 async def serve_grpc(_: int, ready: Any) -> None:
@@ -197,6 +212,7 @@ async def closed_loop(call: Callable[[], Awaitable[bool]], depth: int, seconds: 
 
 ARMS: dict[str, tuple[Any, Any]] = {
     "wire": (serve_wire, drive_wire),
+    "wire by socket": (serve_sockets, drive_sockets),
     "grpc.aio": (serve_grpc, drive_grpc),
     "raw uvloop": (serve_raw, drive_raw),
 }
@@ -242,6 +258,9 @@ def measure(sizes: dict[str, tuple[int, int]], rounds: int, seconds: float) -> d
             "client_cpu_us": {arm: statistics.median(cpu_s[arm]) * 1e6 for arm in ARMS},
             "over_grpc": statistics.median(w / g for w, g in zip(rates["wire"], rates["grpc.aio"], strict=True)),
             "over_raw": statistics.median(w / r for w, r in zip(rates["wire"], rates["raw uvloop"], strict=True)),
+            "socket_over_raw": statistics.median(
+                w / r for w, r in zip(rates["wire by socket"], rates["raw uvloop"], strict=True)
+            ),
             "every_run": rates,
         }
         told = "  ".join(f"{arm} {results[name]['requests_per_s'][arm]:>9,.0f}/s" for arm in ARMS)

@@ -20,6 +20,7 @@ from wirespeed.wire.handshake import Welcome, client_proof, decode_hello, encode
 from wirespeed.wire.limits import MESSAGE_OVERHEAD_BYTES, SMALL_BYTES
 from wirespeed.wire.reader import Payload, Placement
 from wirespeed.wire.security import is_proof
+from wirespeed.wire.segments import Said
 from wirespeed.wire.sender import Buffer, Outgoing, Sender, as_parts
 from wirespeed.wire.status import CallFailed, Status
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from wirespeed.wire.server import Server
 
 _HANDSHAKE = frozenset((Kind.HELLO,))
-_ESTABLISHED = frozenset((Kind.REQUEST, Kind.CREDIT, Kind.CANCEL, Kind.PING, Kind.PONG, Kind.GOODBYE))
+_ESTABLISHED = frozenset(
+    (Kind.REQUEST, Kind.CREDIT, Kind.CANCEL, Kind.PING, Kind.PONG, Kind.GOODBYE, Kind.MEMORY, Kind.REQUEST_HERE)
+)
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
@@ -61,6 +64,7 @@ Handler = Callable[[Request], object]
 ErrorCallback = Callable[[Request, BaseException], None]
 _REQUEST, _REPLY, _OK = int(Kind.REQUEST), int(Kind.REPLY), int(Status.OK)
 """Plain numbers: packing and comparing members of an enum takes longer."""
+_REQUEST_HERE, _REPLY_HERE = int(Kind.REQUEST_HERE), int(Kind.REPLY_HERE)
 _REPLY_START = pack_start(_REPLY, _OK)
 _AT_ONCE = (bytes, memoryview, Answer)  # asking whether something is an Awaitable takes longer
 
@@ -122,6 +126,8 @@ class ServerConnection(Endpoint):
         kind = header.kind
         if kind == _REQUEST:
             self._take_request(header, meta, payload)
+        elif kind == _REQUEST_HERE:
+            self._take_request(header, meta, self._found(payload))
         elif kind == Kind.CANCEL:
             self._cancel(header.stream)
         elif kind == Kind.HELLO and not self.is_established:
@@ -212,6 +218,16 @@ class ServerConnection(Endpoint):
         else:
             self._answer(header, task.result())
 
+    def _take_memory(self, said: Said) -> None:
+        if said.segment is None:
+            self._segment_answered(said.refused)
+            return
+        if not self._server.may_share(self):
+            self._say_memory(Said(refused="the server shares as much memory as it may hold"))
+            return
+        refused = self._map_peer(said)
+        self._say_memory(Said(refused=refused) if refused else self._make_segment())
+
     # --- answers
 
     def _answer(self, header: Header, answer: object) -> None:
@@ -250,6 +266,13 @@ class ServerConnection(Endpoint):
         if self.is_closed or self._sender is None:
             return
         stream = header.stream
+        if (
+            total > SMALL_BYTES
+            and kind == _REPLY
+            and self._send_here(_REPLY_HERE, status, stream, meta, parts, total, 0)
+        ):
+            self._consumed(header)
+            return
         if self._sender.send_now(kind, status, stream, meta, parts, total, 0):
             self._consumed(header)
             return

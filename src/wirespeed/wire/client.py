@@ -32,6 +32,7 @@ from wirespeed.wire.handshake import (
 from wirespeed.wire.limits import MESSAGE_OVERHEAD_BYTES, SMALL_BYTES, Limits
 from wirespeed.wire.reader import Payload, Placement
 from wirespeed.wire.security import NONCE_BYTES, Security, is_proof
+from wirespeed.wire.segments import Said
 from wirespeed.wire.sender import Buffer, Outgoing, Sender, as_parts
 from wirespeed.wire.sockets import SocketSettings
 from wirespeed.wire.status import CallFailed, Status
@@ -39,12 +40,17 @@ from wirespeed.wire.status import CallFailed, Status
 SWEEP_S = 0.01
 """How often deadlines are looked at. Shorter ones than ten of these get a timer of their own."""
 _REQUEST, _REPLY = int(Kind.REQUEST), int(Kind.REPLY)
+_REQUEST_HERE, _REPLY_HERE = int(Kind.REQUEST_HERE), int(Kind.REPLY_HERE)
 """Plain numbers: packing and comparing members of an enum takes longer."""
 _MAX_STREAM = 2**32 - 2
 _MAX_TIMEOUT_S = 4_294_967
 _SHORT_S = 10 * SWEEP_S
 _HANDSHAKE = frozenset((Kind.CHALLENGE, Kind.WELCOME, Kind.GOODBYE))
-_ESTABLISHED = frozenset((Kind.REPLY, Kind.ERROR, Kind.CREDIT, Kind.PING, Kind.PONG, Kind.GOODBYE))
+_ESTABLISHED = frozenset(
+    (Kind.REPLY, Kind.ERROR, Kind.CREDIT, Kind.PING, Kind.PONG, Kind.GOODBYE, Kind.MEMORY, Kind.REPLY_HERE)
+)
+_LARGE_BEFORE_SHARING = 2
+"""Large messages, either way, before memory is shared with a server on this host: one alone is not worth it."""
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -84,6 +90,7 @@ class Connection(Endpoint):
         self._challenge: Challenge | None = None
         self._expected_proof = b""
         self._max_request_bytes = 0
+        self._num_large = 0
         self._sweeper: asyncio.TimerHandle | None = None
         self._watcher: asyncio.TimerHandle | None = None
         self.ready: asyncio.Future[None] = self._loop.create_future()
@@ -127,7 +134,7 @@ class Connection(Endpoint):
             self._drop_cancelled()
             raise
 
-    def call_soon(
+    def call_soon(  # noqa: PLR0912 - runs once per call: a function more would cost more than it tells
         self,
         method: str,
         payload: object = b"",
@@ -173,9 +180,13 @@ class Connection(Endpoint):
             or not sender.send_bytes(coded[1], stream, payload, total, timeout_ms)  # type: ignore[arg-type]
         ):
             code, parts = coded[0], [payload] if parts is None else parts  # type: ignore[list-item]
-            if not sender.send_now(_REQUEST, code, stream, meta, parts, total, timeout_ms):
+            if total > SMALL_BYTES and self._send_here(_REQUEST_HERE, code, stream, meta, parts, total, timeout_ms):
+                pass
+            elif not sender.send_now(_REQUEST, code, stream, meta, parts, total, timeout_ms):
                 outgoing = Outgoing(_REQUEST, code, stream, meta, parts, total, timeout_ms)
                 sender.submit(outgoing)
+            if total > SMALL_BYTES:
+                self._count_large()
         self._calls[stream] = (future, outgoing, timeout_s, loop.time() + timeout_s, into)
         if timeout_s < _SHORT_S:
             self._loop.call_later(timeout_s, self._expire, stream)
@@ -196,6 +207,8 @@ class Connection(Endpoint):
         """See reader.Owner."""
         kind = header.kind
         if kind == _REPLY:
+            if header.total > SMALL_BYTES:
+                self._count_large()
             stream = header.stream
             call = self._calls.pop(stream, None)
             if call is not None and payload is not None:
@@ -205,6 +218,8 @@ class Connection(Endpoint):
                         payload = self._moved(stream, payload, into)
                     future.set_result(Reply(payload, meta))
             self._owe(header.total + header.meta_bytes + MESSAGE_OVERHEAD_BYTES)
+        elif kind == _REPLY_HERE:
+            self.deliver(msgspec.structs.replace(header, kind=_REPLY), meta, self._found(payload))
         elif kind == Kind.ERROR:
             self._owe(message_cost(header))
             call = self._calls.pop(header.stream, None)
@@ -216,6 +231,19 @@ class Connection(Endpoint):
             self._greet(header, payload)
         else:
             self._deliver_control(header, payload)
+
+    def _count_large(self) -> None:
+        """Offer shared memory to a server of this host that large messages go to or come from."""
+        self._num_large += 1
+        if self._num_large == _LARGE_BEFORE_SHARING and self._can_share():
+            said = self._make_segment()
+            if said.segment is not None:
+                self._say_memory(said)
+
+    def _take_memory(self, said: Said) -> None:
+        self._segment_answered(said.refused)
+        if said.segment is not None:
+            self._say_memory(Said(refused=self._map_peer(said)))
 
     def place(self, header: Header) -> memoryview | Literal[Placement.DROP, Placement.WAIT]:
         """See reader.Owner."""

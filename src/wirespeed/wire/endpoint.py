@@ -9,14 +9,17 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from typing import Literal
 
-from wirespeed.errors import DataError, PeerFailure
+from wirespeed.errors import DataError, MissingCapability, PeerFailure
+from wirespeed.units import format_size
 from wirespeed.wire.buffers import BufferPool
 from wirespeed.wire.frames import Header, Kind, pack_header
 from wirespeed.wire.limits import MESSAGE_OVERHEAD_BYTES, Limits
 from wirespeed.wire.reader import FrameReader, Payload, Placement
-from wirespeed.wire.sender import Sender
+from wirespeed.wire.segments import PLACE_BYTES, OwnSegment, PeerSegment, Said, decode_said, encode_said
+from wirespeed.wire.sender import Buffer, Sender
 from wirespeed.wire.sockets import SocketSettings, describe_socket, name_of
 
 
@@ -46,6 +49,11 @@ class Endpoint(asyncio.BufferedProtocol):
         )
         self._socket: socket.socket | None = None
         self._low_water = 1
+        self._own_segment: OwnSegment | None = None
+        """Memory that this side writes messages to; used once the peer has mapped it."""
+        self._peer_segment: PeerSegment | None = None
+        self._is_segment_mapped = False
+        self._memory = "off"
         self.closed: asyncio.Future[BaseException | None] = self._loop.create_future()
         """Resolved when the connection is over, with what ended it, or None where it was closed on purpose."""
 
@@ -114,6 +122,7 @@ class Endpoint(asyncio.BufferedProtocol):
         shown = {} if sock is None or sock.fileno() < 0 else describe_socket(sock, self._settings)
         cipher = self._transport.get_extra_info("cipher")
         shown["TLS"] = "off" if cipher is None else f"{cipher[1]} {cipher[0]}"
+        shown["shared memory"] = self._memory
         return shown
 
     def abort(self, reason: BaseException | None = None) -> None:
@@ -168,8 +177,81 @@ class Endpoint(asyncio.BufferedProtocol):
             self._progress_s = self._loop.time()
         elif kind == Kind.PING:
             self._control(Kind.PONG, extra=header.extra)
+        elif kind == Kind.MEMORY:
+            self._take_memory(decode_said(payload or b""))
         elif kind != Kind.PONG:
             raise DataError(f"got a frame of kind {kind} at this point of the connection")
+
+    def _can_share(self) -> bool:
+        """Whether the peer is a process of this host, as far as addresses tell, and nothing forbids shared memory."""
+        transport = self._transport
+        if not self.limits.segment_bytes or transport is None:
+            return False
+        if transport.get_extra_info("sslcontext") is not None:
+            return False
+        own, peer = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
+        return bool(own) and bool(peer) and own[0] == peer[0]
+
+    def _make_segment(self) -> Said:
+        """What to tell the peer of this side's segment."""
+        try:
+            self._own_segment = OwnSegment(self.limits.segment_bytes)
+        except MissingCapability as fault:
+            self._memory = f"off: {fault.problem}"
+            return Said()
+        return Said(segment=self._own_segment.offer)
+
+    def _map_peer(self, said: Said) -> str:
+        """Map the peer's segment, if it told of one; the reason where that cannot be."""
+        if said.segment is None:
+            return ""
+        if self._peer_segment is not None or not self._can_share():
+            return "shared memory is off on this side, or it was mapped before"
+        try:
+            self._peer_segment = PeerSegment(said.segment)
+        except MissingCapability as fault:
+            return fault.problem
+        return ""
+
+    def _segment_answered(self, refused: str) -> None:
+        """The peer has mapped this side's segment, or says why not."""
+        if self._own_segment is None:
+            return
+        self._own_segment.close()
+        if refused:
+            self._own_segment, self._memory = None, f"off: {refused}"
+        else:
+            self._is_segment_mapped = True
+            self._memory = f"on, {format_size(self.limits.segment_bytes)}"
+
+    def _say_memory(self, said: Said) -> None:
+        self._control(Kind.MEMORY, encode_said(said))
+
+    def _take_memory(self, said: Said) -> None:
+        """The peer said something of memory."""
+        raise NotImplementedError
+
+    def _send_here(  # noqa: PLR0917 - runs once per large message
+        self, kind: int, code: int, stream: int, meta: bytes, parts: Sequence[Buffer], total: int, extra: int
+    ) -> bool:
+        """Send a message by shared memory, if that is on and there is room and nothing waits; else use the socket."""
+        segment, sender = self._own_segment, self._sender
+        if segment is None or not self._is_segment_mapped or sender is None:
+            return False
+        place = segment.put(parts, total)
+        if place is None:
+            return False
+        if sender.send_now(kind, code, stream, meta, (place,), PLACE_BYTES, extra):
+            sender.flush()  # the peer looks at this one while the next is copied
+            return True
+        segment.take_back(place)
+        return False
+
+    def _found(self, place: Payload | None) -> memoryview:
+        """The payload of a message that lies in the peer's segment."""
+        if self._peer_segment is None or place is None:
+            raise DataError("got a message in memory that is not shared")
+        return self._peer_segment.view(place)
 
     def _set_low_water(self, num_bytes: int) -> None:
         """Be woken when so many bytes are there (0: any): SO_RCVLOWAT, which event loops heed by way of epoll."""
@@ -239,6 +321,9 @@ class Endpoint(asyncio.BufferedProtocol):
             if self._transport is not None and not self._transport.is_closing():
                 self._sender.flush()
             self._sender.close()
+        if self._own_segment is not None:
+            self._own_segment.close()
+        self._own_segment = self._peer_segment = None  # views that are still looked at keep what they need
         self._when_over(reason)
         if not self.closed.done():
             self.closed.set_result(reason)

@@ -4,7 +4,7 @@
     0       2     magic "WS"
     2       1     version, 1
     3       1     kind
-    4       2     code: the method of a REQUEST, the status of a REPLY or ERROR, else 0
+    4       2     code: the method of a REQUEST (HERE), the status of a REPLY (HERE) or ERROR, else 0
     6       2     meta length in bytes; only in the first frame of a message
     8       4     stream: chosen by the calling side, one per call, never used twice on a connection
     12      4     total: payload bytes of the whole message
@@ -68,6 +68,11 @@ class Kind(IntEnum):
     PONG = 10
     GOODBYE = 11
     """The sender takes no new requests; the payload says why. Requests under way are still answered."""
+    MEMORY = 12
+    """Memory that processes of one host share: where this side's is, or why the peer's is not used."""
+    REQUEST_HERE = 13
+    """A REQUEST whose payload lies in shared memory; this one's says where."""
+    REPLY_HERE = 14
 
 
 CARRIES_MESSAGE = frozenset((Kind.REQUEST, Kind.REPLY, Kind.ERROR))

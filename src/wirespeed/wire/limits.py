@@ -28,6 +28,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Requests under way at once on one connection."""
     max_connections: int = 16384
     chunk_bytes: int = MIB
+    segment_bytes: int = 64 * MIB
+    """Memory, each way, for messages between processes of one host; taken as it is used. 0: they use the socket."""
     handshake_s: float = 5.0
     keepalive_s: float = 2.0
     """A side that has heard nothing for so long asks; after three times as long it takes the peer for lost."""
@@ -39,7 +41,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not value > 0:
+            if not value > 0 and not (name == "segment_bytes" and value == 0):
                 raise UsageError(f"got {name} of {value}", expected="a number above zero")
         if self.max_message_bytes > MAX_TOTAL_BYTES:
             raise UsageError(

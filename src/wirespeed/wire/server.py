@@ -61,6 +61,7 @@ class Server:
         self._watch_due_s = self._loop.time() + _WATCH_S
         self._watcher = self._loop.call_later(_WATCH_S, self._watch)
         self._swept: set[ServerConnection] = set()
+        self._sharing: set[ServerConnection] = set()
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Server:
@@ -111,9 +112,17 @@ class Server:
         self.connections.add(connection)
         return True
 
+    def may_share(self, connection: ServerConnection) -> bool:
+        """Whether one more connection may share memory: as many as ``memory_bytes`` allows."""
+        if len(self._sharing) >= self.limits.memory_bytes // max(1, self.limits.segment_bytes):
+            return False
+        self._sharing.add(connection)
+        return True
+
     def forget(self, connection: ServerConnection) -> None:
         """A connection is over."""
         self.connections.discard(connection)
+        self._sharing.discard(connection)
         self._swept.discard(connection)
 
     def challenge(self) -> bytes:
