@@ -77,6 +77,13 @@ class Instances(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Memory for the inputs of one batch, and as much for its outputs."""
 
 
+class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a model in stages: a model of this server, or of the node at ``node``."""
+
+    model: str
+    node: str = ""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model as configured. ``folder`` is where its files are; it is not written in the file."""
 
@@ -90,6 +97,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batching: Batching = Batching()
     queue: Queue = Queue()
     instances: Instances = Instances()
+    stages: tuple[Stage, ...] = ()
+    """Of the backend "stages": see staged.py."""
+    micro_rows: int = 0
+    """How many rows go through the stages together; 0: all of a request."""
     idempotent: bool = True
     """Whether a request may be run again when its worker died."""
     parameters: dict[str, str | int | float | bool] = {}
@@ -107,6 +118,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise UsageError(f"got two {what}s of one name: {', '.join(names)}")
         if self.instances.count < 1:
             raise UsageError(f"got {self.instances.count} instances", expected="1 or more")
+        if self.stages and self.backend != "stages":
+            raise UsageError(f"got stages and backend {self.backend!r}", expected='backend = "stages"')
+        if self.micro_rows < 0:
+            raise UsageError(f"got micro_rows of {self.micro_rows}", expected="0 or more")
         if self.batching.pad and not self.batching.max_rows:
             raise UsageError("got pad without max_rows", expected="batching.max_rows above 0")
         named = {size for spec in self.input for size in spec.shape if isinstance(size, str)}

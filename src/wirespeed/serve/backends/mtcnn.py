@@ -14,7 +14,6 @@ max_pixels (50 million).
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from wirespeed.serve.backends.face_boxes import (
     move,
     scales_of,
 )
+from wirespeed.serve.backends.images import MAX_PIXELS, decode_image
 from wirespeed.serve.config import ModelConfig, TensorSpec
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class MtcnnBackend:
         self._thresholds = (0.6, 0.7, 0.7)
         self._min_face = 20.0
         self._max_faces = 16
-        self._max_pixels = 50_000_000
+        self._max_pixels = MAX_PIXELS
 
     def load(self, config: ModelConfig) -> Loaded:
         """Read the three networks."""
@@ -66,7 +66,7 @@ class MtcnnBackend:
         given = config.parameters
         self._min_face = float(given.get("min_face", 20))
         self._max_faces = int(given.get("max_faces", 16))
-        self._max_pixels = int(given.get("max_pixels", 50_000_000))
+        self._max_pixels = int(given.get("max_pixels", MAX_PIXELS))
         self._thresholds = tuple(
             float(given.get(f"threshold_{place}", usual)) for place, usual in enumerate((0.6, 0.7, 0.7), 1)
         )  # type: ignore[assignment]
@@ -112,7 +112,7 @@ class MtcnnBackend:
             "features": np.zeros((rows, DIMENSIONS), np.float32),
         }
         for row, content in enumerate(images):
-            image = self._decode(content)
+            image = decode_image(content, max_pixels=self._max_pixels)
             boxes, scores, landmarks = self._detect(image)
             count = min(most, len(boxes))
             found["num_faces"][row] = count
@@ -126,21 +126,6 @@ class MtcnnBackend:
     def close(self) -> None:
         """See Backend.close."""
         self._networks.clear()
-
-    def _decode(self, content: bytes) -> Image:
-        try:
-            from PIL import Image, UnidentifiedImageError
-        except ImportError as fault:
-            raise MissingCapability("backend 'mtcnn' decodes images with pillow", hint=_HINT) from fault
-        try:
-            image = Image.open(io.BytesIO(content))
-            if image.width * image.height > self._max_pixels:
-                raise DataError(
-                    f"got an image of {image.width} x {image.height}", expected=f"at most {self._max_pixels} pixels"
-                )
-            return image.convert("RGB")
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as fault:
-            raise DataError(f"got no image that can be decoded: {fault}", expected="JPEG, PNG or the like") from fault
 
     def _detect(self, image: Image) -> tuple[Floats, Floats, Floats]:
         """Boxes, scores and landmarks, best first."""
