@@ -15,6 +15,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wirespeed import units
+from wirespeed.cli.cluster_options import (
+    ClusterOption,
+    CpusOption,
+    GpusOption,
+    PlacementOption,
+    RackLabelOption,
+    WorkersOption,
+    wanted_of,
+)
 from wirespeed.cli.render import make_table, print_json, say, show, stderr_console
 from wirespeed.errors import MissingCapability, UsageError
 
@@ -31,11 +40,23 @@ def infer(
         list[str],
         typer.Argument(help="Files, folders, globs, tar archives (WebDataset), @LIST.", metavar="INPUT..."),
     ],
-    model: Annotated[str, typer.Option(help="A model's folder to run it here; with --nodes, its name there.")] = "",
+    model: Annotated[str, typer.Option(help="A model's folder, or with --nodes its name there.")] = "",
     out: Annotated[Path, typer.Option(help="The Parquet file to write.")] = Path("results.parquet"),
     nodes: Annotated[
         str | None,
         typer.Option("--nodes", "--workers", help="HOST:PORT,... of `wirespeed serve FOLDER --node ADDRESS`."),
+    ] = None,
+    cluster: ClusterOption = None,
+    cluster_workers: WorkersOption = 0,
+    placement: PlacementOption = "spread",
+    rack_label: RackLabelOption = "rack",
+    worker_cpus: CpusOption = 1.0,
+    worker_gpus: GpusOption = 0.0,
+    repo: Annotated[
+        str | None,
+        typer.Option(
+            "--repo", "-r", envvar="WIRESPEED_REPO", help="The store of repo:NAME, with --cluster.", metavar="URL"
+        ),
     ] = None,
     features: Annotated[str, typer.Option(help="How features travel and are written: fp32, fp16 or int8.")] = "fp32",
     restart: Annotated[bool, typer.Option("--restart", help="Forget what an unfinished run has done.")] = False,
@@ -61,6 +82,8 @@ def infer(
       wirespeed infer 'shards/*.tar' --model faces --nodes h1:7000,h2:7000 --features fp16
 
       wirespeed infer @list.txt --model models/embed --out e.parquet --json
+
+      wirespeed infer photos/ --cluster auto --model /models/faces --placement pack
     """
     from wirespeed.infer.inputs import expand
 
@@ -70,6 +93,7 @@ def infer(
     from wirespeed.infer.crew import LocalCrew, RemoteCrew
     from wirespeed.infer.job import Job, JobOptions
     from wirespeed.infer.reading import ReadBounds
+    from wirespeed.serve.cluster import Cluster
     from wirespeed.serve.features import ENCODINGS
     from wirespeed.serve.node_addresses import parse_nodes
     from wirespeed.wire.loops import run
@@ -89,16 +113,27 @@ def infer(
         token=os.environ.get("WIRESPEED_TOKEN") or None, authority=authority, certificate=certificate, key=key
     )
 
+    wanted = wanted_of(
+        cluster, [model] if model else (), workers=cluster_workers, placement=placement, rack_label=rack_label,
+        cpus=worker_cpus, gpus=worker_gpus, repo=repo,
+    )  # fmt: skip
+    if wanted is not None and nodes is not None:
+        raise UsageError("got --cluster and --nodes", expected="one of them")
+
     def make_crew() -> Crew:
+        if wanted is not None:
+            return RemoteCrew(
+                (), model="", encoding=features, security=security, cluster=Cluster(wanted, on_news=say), on_news=say
+            )
         if nodes is None:
             return LocalCrew(Path(model), encoding=features, on_news=say)
         return RemoteCrew(parse_nodes(nodes), model=model, encoding=features, security=security, on_news=say)
 
-    if nodes is None and not (model and (Path(model) / "model.toml").is_file()):
+    if nodes is None and wanted is None and not (model and (Path(model) / "model.toml").is_file()):
         raise UsageError(
             f"got --model {model!r}",
             expected="a folder with a model.toml",
-            hint="or name nodes that have the model: --nodes HOST:PORT,...",
+            hint="or name nodes that have the model: --nodes HOST:PORT,..., or a Ray cluster: --cluster ADDRESS",
         )
     found = expand(inputs)
     if found.num_repeated:

@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wirespeed import units
+from wirespeed.cli.cluster_options import (
+    ClusterOption,
+    CpusOption,
+    GpusOption,
+    PlacementOption,
+    RackLabelOption,
+    WorkersOption,
+    wanted_of,
+)
 from wirespeed.cli.render import print_json, say
 
 if TYPE_CHECKING:
@@ -35,6 +44,12 @@ def serve(
     nodes: Annotated[
         str | None, typer.Option(help="HOST:PORT,... of nodes that have the models, instead of FOLDER.")
     ] = None,
+    cluster: ClusterOption = None,
+    cluster_workers: WorkersOption = 0,
+    placement: PlacementOption = "spread",
+    rack_label: RackLabelOption = "rack",
+    worker_cpus: CpusOption = 1.0,
+    worker_gpus: GpusOption = 0.0,
     max_message: Annotated[str, typer.Option(help="Largest request and answer.")] = "256 MiB",
     drain: Annotated[str, typer.Option(help="How long requests may finish after SIGTERM.")] = "30 s",
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")] = None,
@@ -61,7 +76,8 @@ def serve(
     """Serve models over gRPC (Open Inference Protocol v2) and REST until SIGTERM or Ctrl-C.
 
     With --node the models are a node's: `wirespeed infer --nodes` on another host spreads a data set over many nodes,
-    and `wirespeed serve --nodes` requests.
+    and `wirespeed serve --nodes` requests. With --cluster Ray starts such nodes on its hosts, and starts them again
+    where they end; requests go to them directly, and still do while Ray's head is away.
 
     repo:NAME@v3 and repo:NAME@alias serve a version of the repository. What `wirespeed repo warm` brought to this host
     is served from its cache: for a number, or with WIRESPEED_OFFLINE=1, the store is not asked at all.
@@ -81,6 +97,8 @@ def serve(
 
       wirespeed serve --nodes h1:7000,h2:7000
 
+      wirespeed serve repo:org/faces@prod --repo s3://bucket/models --cluster head:6379 --placement pack
+
       curl localhost:8000/v2/models/NAME
     """
     from wirespeed.errors import UsageError
@@ -91,6 +109,12 @@ def serve(
     from wirespeed.wire.security import Security
     from wirespeed.wire.sockets import raise_file_limit
 
+    wanted = wanted_of(
+        cluster, models or (), workers=cluster_workers, placement=placement, rack_label=rack_label, cpus=worker_cpus,
+        gpus=worker_gpus, repo=repo,
+    )  # fmt: skip
+    if wanted is not None and (nodes is not None or node != "none"):
+        raise UsageError("got --cluster and --nodes or --node", expected="one of them")
     if bool(models) == (nodes is not None):
         expected = "FOLDER, repo:NAME@V, or --nodes"
         raise UsageError("got models and --nodes" if models else "got no models", expected=expected)
@@ -99,6 +123,7 @@ def serve(
         http_address=None if http == "none" else http,
         node_address=None if node == "none" else node,
         nodes=parse_nodes(nodes) if nodes else (),
+        cluster=wanted,
         security=Security(
             token=os.environ.get("WIRESPEED_TOKEN") or None,
             certificate=certificate,
@@ -123,7 +148,7 @@ def serve(
             print_json({"schema": 1, "kind": "serving", **doors, "models": names})
 
     raise_file_limit()  # a connection each
-    if not models:
+    if not models or wanted is not None:
         run_service(None, options, when_open=when_open, on_news=say)
         return
     with open_shelf(models, repo=repo, on_news=say) as folder:

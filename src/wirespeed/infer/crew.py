@@ -15,6 +15,7 @@ import msgspec
 
 from wirespeed import wire
 from wirespeed.errors import UsageError
+from wirespeed.serve.cluster import Cluster
 from wirespeed.serve.config import ModelConfig, TensorSpec, read_config
 from wirespeed.serve.features import encoded_specs
 from wirespeed.serve.model import Model
@@ -84,7 +85,7 @@ class _RemoteMember:
 
 
 class RemoteCrew:
-    """Nodes at ``addresses``. ``model`` "" stands for the only one they have."""
+    """Nodes at ``addresses``, or those that ``cluster`` starts. ``model`` "" stands for the only one they have."""
 
     def __init__(
         self,
@@ -95,8 +96,10 @@ class RemoteCrew:
         security: wire.Security,
         times: LinkTimes | None = None,
         connect_s: float = 10.0,
+        cluster: Cluster | None = None,
         on_news: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._cluster = cluster
         self._name = model
         self._encoding = encoding
         self._connect_s = connect_s
@@ -108,7 +111,12 @@ class RemoteCrew:
         """What each node said of the model last, and whether that is the job's."""
         self._model: JobModel | None = None
         self.router = Router(
-            addresses, security=security, times=times, on_news=on_news, on_change=lambda _: self._on_change()
+            addresses,
+            security=security,
+            times=times,
+            can_grow=cluster is not None,
+            on_news=on_news,
+            on_change=lambda _: self._on_change(),
         )
 
     @property
@@ -118,15 +126,16 @@ class RemoteCrew:
 
     async def open(self, on_change: Callable[[], None]) -> JobModel:
         """See Crew."""
-        await self.router.open(timeout_s=self._connect_s)
+        if self._cluster is not None:
+            await self._cluster.start(self.router.add, self.router.drop)
         try:
+            await self.router.open(timeout_s=self._connect_s)
             name = self._name or self._only_name()
             self._model = _job_model(self._found(name), self._encoding)
         except BaseException:
-            await self.router.close()
+            await self._let_go()
             raise
         for link in self.router.links:
-            self._members[link] = _RemoteMember(link, self._model, self._encoding)
             if not link.is_usable:
                 self._on_news(f"going on without node {link.address} for now: {link.reason}")
         self._on_change = on_change
@@ -134,7 +143,7 @@ class RemoteCrew:
 
     def members(self) -> Sequence[Member]:
         """See Crew."""
-        return [self._members[link] for link in self.router.usable() if self._is_right(link)]
+        return [self._member(link) for link in self.router.usable() if self._is_right(link)]
 
     def problem(self) -> str:
         """See Crew."""
@@ -143,7 +152,19 @@ class RemoteCrew:
     async def close(self) -> None:
         """See Crew."""
         self._on_change = lambda: None
+        await self._let_go()
+
+    async def _let_go(self) -> None:
         await self.router.close()
+        if self._cluster is not None:
+            await self._cluster.close()
+
+    def _member(self, link: NodeLink) -> _RemoteMember:
+        found = self._members.get(link)
+        if found is None:
+            assert self._model is not None
+            found = self._members[link] = _RemoteMember(link, self._model, self._encoding)
+        return found
 
     def _found(self, name: str) -> ModelConfig:
         found = self.router.described(name)

@@ -124,6 +124,11 @@ class NodeLink:
         return self._management_bytes + (0 if held is None else held.received_bytes + held.sent_bytes)
 
     @property
+    def is_started(self) -> bool:
+        """Whether it is being reached, or was."""
+        return self._task is not None
+
+    @property
     def num_instances(self) -> int:
         """Model instances that it runs; 1 where it has not said."""
         return 1 if self.beat is None else max(1, self.beat.instances)

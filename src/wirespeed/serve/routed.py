@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from wirespeed.serve.cluster import Cluster
 from wirespeed.serve.model import Model
 from wirespeed.serve.node_link import NodeLink
 from wirespeed.serve.node_messages import Described
@@ -92,14 +93,22 @@ class RoutedModel(Model):
 
 
 class RoutedRepository(ModelRepository):
-    """The models of all nodes, under one roof. ``router`` is opened by ``load_all`` and closed by ``close``."""
+    """The models of all nodes, under one roof. ``router`` is opened by ``load_all`` and closed by ``close``.
 
-    def __init__(self, make_router: Callable[[Callable[[NodeLink], None]], Router]) -> None:
+    ``cluster``: who starts the nodes, and starts them again; without one they are those that the router begins with.
+    """
+
+    def __init__(
+        self, make_router: Callable[[Callable[[NodeLink], None]], Router], *, cluster: Cluster | None = None
+    ) -> None:
         super().__init__(None)
+        self._cluster = cluster
         self._router = make_router(lambda _: self._look())
 
     async def load_all(self) -> None:
-        """Reach the nodes. Raises PeerFailure where none answers."""
+        """Reach the nodes. Raises PeerFailure where none answers, and what ``Cluster.start`` raises."""
+        if self._cluster is not None:
+            await self._cluster.start(self._router.add, self._router.drop)
         await self._router.open()
         self._look()
 
@@ -115,6 +124,8 @@ class RoutedRepository(ModelRepository):
         """Let go of the nodes."""
         await super().close(drain_s=drain_s)
         await self._router.close()
+        if self._cluster is not None:
+            await self._cluster.close()
 
     def _look(self) -> None:
         for link in self._router.usable():

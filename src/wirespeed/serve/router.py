@@ -39,7 +39,10 @@ def expected_wait_s(num_ours: int, ours_at_beat: int, beat: Beat | None) -> floa
 
 
 class Router:
-    """See the module. ``open``, then ``close``. ``on_news`` gets a line for every node that is lost or found again."""
+    """See the module. ``open``, then ``close``. ``on_news`` gets a line for every node that is lost or found again.
+
+    ``can_grow``: it may begin without a node, and get them by ``add``.
+    """
 
     def __init__(
         self,
@@ -47,21 +50,42 @@ class Router:
         *,
         security: wire.Security,
         times: LinkTimes | None = None,
+        can_grow: bool = False,
         on_news: Callable[[str], None] = lambda _: None,
         on_change: Callable[[NodeLink], None] = lambda _: None,
     ) -> None:
-        if not addresses or len(set(addresses)) != len(addresses):
+        if (not addresses and not can_grow) or len(set(addresses)) != len(addresses):
             raise UsageError(f"got nodes {', '.join(addresses) or 'none'}", expected="one address or more, each once")
         for address in addresses:
             split_address(address)
+        self._security = security
+        self._times = times
+        self._dropping: set[asyncio.Task[None]] = set()
         self._on_news = on_news
         self._on_change = on_change
         self._ours_at_beat: dict[NodeLink, tuple[int, int]] = {}
         self._changed = asyncio.Event()
         self.num_retried = 0
-        self.links = [
-            NodeLink(address, security=security, times=times, on_change=self._link_changed) for address in addresses
-        ]
+        self.links = [self._link(address) for address in addresses]
+
+    def add(self, address: str) -> None:
+        """One more node; it counts once it is reached."""
+        if all(link.address != address for link in self.links):
+            link = self._link(address)
+            self.links.append(link)
+            link.start()
+
+    def drop(self, address: str) -> None:
+        """This node is no more: what is under way on it fails at once, and nobody tries to reach it again."""
+        for link in [link for link in self.links if link.address == address]:
+            self.links.remove(link)
+            self._ours_at_beat.pop(link, None)
+            task = asyncio.get_running_loop().create_task(link.close())
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
+
+    def _link(self, address: str) -> NodeLink:
+        return NodeLink(address, security=self._security, times=self._times, on_change=self._link_changed)
 
     async def open(self, *, timeout_s: float = 10.0, at_least: int = 1, settle_s: float = 0.3) -> None:
         """Reach the nodes: until all are up, or ``at_least`` of them are and the others had ``settle_s`` more.
@@ -70,7 +94,8 @@ class Router:
         after ``timeout_s``.
         """
         for link in self.links:
-            link.start()
+            if not link.is_started:
+                link.start()
         loop = asyncio.get_running_loop()
         end_s, is_enough = loop.time() + timeout_s, False
         while any(link.state in (NodeState.JOINING, NodeState.LOST) for link in self.links):
@@ -94,7 +119,7 @@ class Router:
 
     async def close(self) -> None:
         """Let go of every node."""
-        await asyncio.gather(*(link.close() for link in self.links))
+        await asyncio.gather(*(link.close() for link in self.links), *self._dropping)
 
     def usable(self) -> list[NodeLink]:
         """Nodes that take calls; suspects only where no other is left."""

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from wirespeed.errors import UsageError
 from wirespeed.serve._generated import POOL
+from wirespeed.serve.cluster import Cluster, Wanted
 from wirespeed.serve.doors import Desk
 from wirespeed.serve.grpc_v2 import PREDICT_SERVICE, SERVICE, GrpcDoor
 from wirespeed.serve.http import HttpDoor
@@ -50,6 +51,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     node_address: str | None = None
     nodes: tuple[str, ...] = ()
     """Where the models run, if not here."""
+    cluster: Wanted | None = None
+    """Have Ray start the nodes, instead."""
     security: Security = Security()
     max_message_bytes: int = 256 * MIB
     max_connections: int = 16384
@@ -234,10 +237,17 @@ class InferenceServer:
 
 
 def _repository(folder: Path | None, options: ServeOptions, on_news: Callable[[str], None]) -> ModelRepository:
-    if not options.nodes:
-        return ModelRepository(folder, on_news=on_news)
+    if not options.nodes and options.cluster is None:
+        return ModelRepository(folder, security=options.security, on_news=on_news)
+    cluster = None if options.cluster is None else Cluster(options.cluster, on_news=on_news)
 
     def make_router(on_change: Callable[[NodeLink], None]) -> Router:
-        return Router(options.nodes, security=options.security, on_news=on_news, on_change=on_change)
+        return Router(
+            options.nodes,
+            security=options.security,
+            can_grow=cluster is not None,
+            on_news=on_news,
+            on_change=on_change,
+        )
 
-    return RoutedRepository(make_router)
+    return RoutedRepository(make_router, cluster=cluster)

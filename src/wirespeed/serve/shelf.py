@@ -1,6 +1,7 @@
 """A folder of model folders, from what a command names: folders on this host, and versions of the repository.
 
     models/                a folder of model folders, as ever
+    models/faces           the folder of one model: served under its own name
     repo:org/faces@prod    a version whose files are one model (``model.toml`` at its top): served as ``faces``
     repo:org/suite@v3      a version that holds several model folders: served under their own names
 
@@ -26,7 +27,7 @@ def open_shelf(
     named: Sequence[str], *, repo: str | None = None, on_news: Callable[[str], None] = lambda _: None
 ) -> Iterator[Path]:
     """The folder to serve. Raises UsageError where a name is taken twice, DataError where a version holds no model."""
-    if len(named) == 1 and not named[0].startswith(PREFIX):
+    if len(named) == 1 and not named[0].startswith(PREFIX) and not (Path(named[0]) / FILE_NAME).is_file():
         yield Path(named[0])
         return
     with tempfile.TemporaryDirectory(prefix="wirespeed-models-") as made:
@@ -46,6 +47,8 @@ def open_shelf(
 
 def _models_of(text: str, repo: str | None, on_news: Callable[[str], None]) -> list[tuple[str, Path]]:
     if not text.startswith(PREFIX):
+        if (Path(text) / FILE_NAME).is_file():
+            return [(Path(text).resolve().name, Path(text))]
         found = _folders_in(Path(text))
         if not found:
             raise UsageError(f"{text} holds no models", expected=f"folders with a {FILE_NAME}")
