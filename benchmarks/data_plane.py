@@ -150,7 +150,7 @@ async def drive_wire(
         check_whole((await connection.call("echo", payload, timeout_s=30)).payload, payload)
 
         async def call() -> bool:
-            return is_echo((await connection.call("echo", payload, timeout_s=30)).payload, payload)
+            return is_echo((await connection.call_soon("echo", payload, timeout_s=30)).payload, payload)
 
         return await closed_loop(call, depth, seconds)
 

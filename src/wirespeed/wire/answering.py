@@ -155,6 +155,7 @@ class ServerConnection(Endpoint):
         self.client_name = hello.name
         self.is_established = True
         self._reader.allowed = _ESTABLISHED
+        self._reader.quick_kind, self._reader.quick = _REQUEST, self._take_small
         self._control(Kind.WELCOME, encode(Welcome(proof=server_proof(security.secret, self._challenge, said))))
         if self._server.draining is not None:
             self._control(Kind.GOODBYE, self._server.draining.encode())
@@ -184,12 +185,60 @@ class ServerConnection(Endpoint):
         if budget.used_bytes >= budget.limit_bytes:
             self._wait_for_memory()
 
+    def _take_small(  # noqa: PLR0917 - runs once per request, see reader.Quick
+        self, code: int, stream: int, extra: int, total: int, meta: bytes, payload: bytes
+    ) -> None:
+        """What ``_take_request`` and ``_run`` do, for a small request that is answered at once with small bytes."""
+        server = self._server
+        handlers = server.handlers
+        if (
+            stream <= self._last_stream
+            or code >= len(handlers)
+            or server.draining is not None
+            or len(self._running) + len(self._answers) >= self.limits.max_streams
+        ):
+            self._take_request(Header(_REQUEST, code, len(meta), stream, total, 0, total, extra), meta, payload)
+            return
+        self._last_stream = stream
+        name, handler = handlers[code]
+        request = Request(name, payload, meta, self._loop.time() + extra / 1000, self.peer, stream)
+        sender, result, fault = self._sender, None, None
+        try:
+            result = handler(request)
+        except Exception as raised:
+            fault = raised
+        if (
+            type(result) is bytes
+            and (num_bytes := len(result)) <= SMALL_BYTES
+            and num_bytes <= self._max_reply_bytes
+            and not self.is_closed
+            and sender is not None
+            and sender.send_bytes(_REPLY_START, stream, result, num_bytes, 0)
+        ):
+            owed_bytes = self._owed_bytes + total + len(meta) + MESSAGE_OVERHEAD_BYTES
+            if owed_bytes < self._owe_until_bytes:
+                self._owed_bytes = owed_bytes
+            else:
+                self._owe(owed_bytes - self._owed_bytes)
+        else:
+            header = Header(_REQUEST, code, len(meta), stream, total, 0, total, extra)
+            if fault is None:
+                self._settle(header, request, result)
+            else:
+                self._fail_with(header, request, fault)
+        budget = server.budget
+        if budget.used_bytes >= budget.limit_bytes:
+            self._wait_for_memory()
+
     def _run(self, header: Header, request: Request, handler: Handler) -> None:
         try:
             result = handler(request)
         except Exception as fault:
             self._fail_with(header, request, fault)
             return
+        self._settle(header, request, result)
+
+    def _settle(self, header: Header, request: Request, result: object) -> None:
         if type(result) is bytes and len(result) <= SMALL_BYTES and not self.is_closed and self._sender is not None:
             total, send = len(result), self._sender.send_bytes
             if total <= self._max_reply_bytes and send(_REPLY_START, header.stream, result, total, 0):

@@ -209,17 +209,9 @@ class Connection(Endpoint):
         if kind == _REPLY:
             if header.total > SMALL_BYTES:
                 self._count_large()
-            stream = header.stream
-            call = self._calls.pop(stream, None)
-            if call is not None and payload is not None:
-                future, _, _, _, into = call
-                if not future.done():
-                    if into is not None:
-                        payload = self._moved(stream, payload, into)
-                    future.set_result(Reply(payload, meta))
-            self._owe(header.total + header.meta_bytes + MESSAGE_OVERHEAD_BYTES)
+            self._take_reply(0, header.stream, 0, header.total, meta, payload)
         elif kind == _REPLY_HERE:
-            self.deliver(msgspec.structs.replace(header, kind=_REPLY), meta, self._found(payload))
+            self._take_reply(0, header.stream, 0, header.total, meta, self._found(payload))
         elif kind == Kind.ERROR:
             self._owe(message_cost(header))
             call = self._calls.pop(header.stream, None)
@@ -231,6 +223,22 @@ class Connection(Endpoint):
             self._greet(header, payload)
         else:
             self._deliver_control(header, payload)
+
+    def _take_reply(
+        self, _code: int, stream: int, _extra: int, total: int, meta: bytes, payload: Payload | None
+    ) -> None:
+        call = self._calls.pop(stream, None)
+        if call is not None and payload is not None:
+            future, _, _, _, into = call
+            if not future.done():
+                if into is not None:
+                    payload = self._moved(stream, payload, into)
+                future.set_result(Reply(payload, meta))
+        owed_bytes = self._owed_bytes + total + len(meta) + MESSAGE_OVERHEAD_BYTES
+        if owed_bytes < self._owe_until_bytes:
+            self._owed_bytes = owed_bytes
+        else:
+            self._owe(owed_bytes - self._owed_bytes)
 
     def _count_large(self) -> None:
         """Offer shared memory to a server of this host that large messages go to or come from."""
@@ -308,6 +316,7 @@ class Connection(Endpoint):
         self._max_request_bytes = challenge.max_message_bytes
         self._sender = Sender(self._transport, credit_bytes=challenge.credit_bytes, chunk_bytes=self.limits.chunk_bytes)
         self._reader.allowed = _ESTABLISHED
+        self._reader.quick_kind, self._reader.quick = _REPLY, self._take_reply
         self._idle_s = challenge.idle_s
         self._keepalive_s = min(self.limits.keepalive_s, challenge.idle_s / 3)
         self._wait_to_watch(self._loop.time())

@@ -45,6 +45,8 @@ _BLOCK_BYTES = 16 * 1024
 _CHECKED_BYTES = HEADER_BYTES - 4
 
 Payload = bytes | memoryview
+Quick = Callable[[int, int, int, int, bytes, bytes], None]
+"""Takes code, stream, extra, total, meta and payload of a small message."""
 _NOTHING = memoryview(b"")
 
 
@@ -65,6 +67,10 @@ class Owner(Protocol):
 
     def deliver(self, header: Header, meta: bytes, payload: Payload | None) -> None:
         """A whole message, or a control frame. None: it was dropped, as ``place`` wanted."""
+
+
+def _no_quick(code: int, stream: int, extra: int, total: int, meta: bytes, payload: bytes) -> None:  # noqa: PLR0917
+    raise AssertionError
 
 
 class _Assembly:
@@ -98,6 +104,9 @@ class FrameReader:
         expect: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.allowed = allowed
+        self.quick_kind = -1
+        """A small message of this kind goes to ``quick``, as plain values: making a Header of them takes longer."""
+        self.quick: Quick = _no_quick
         self._expect = expect
         self._owner = owner
         self._max_message_bytes = max_message_bytes
@@ -257,6 +266,7 @@ class FrameReader:
         What is checked here is all that ``_cut`` and ``unpack_header`` check, which say what is wrong with the others.
         """
         origin, deliver = self._start, self._owner.deliver
+        quick_kind, quick = self.quick_kind, self.quick
         block = self._buffer[origin : min(self._end, origin + _BLOCK_BYTES)].tobytes()
         num_bytes, small_bytes, start = len(block), self._small_bytes, 0
         while num_bytes - start >= HEADER_BYTES:
@@ -282,11 +292,10 @@ class FrameReader:
                 self._is_after_large = self._is_after_medium = False
             start = stop
             self._start = place = origin + stop
-            deliver(
-                Header(kind, code, meta_bytes, stream, total, offset, length, extra),
-                meta,
-                block[begin:stop],
-            )
+            if kind == quick_kind:
+                quick(code, stream, extra, total, meta, block[begin:stop])
+            else:
+                deliver(Header(kind, code, meta_bytes, stream, total, offset, length, extra), meta, block[begin:stop])
             if self._start != place:
                 return True  # what it did freed memory, and reading went on from within
         return start > 0
