@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 		exit 3; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,serve,repo,sign,faces,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,serve,repo,sign,faces,mogface,cluster,dev]'
 	@touch $@
 
 demo: venv ## Tune the example on a virtual cluster of 4 hosts at 1 Gbit/s; report in out/demo
