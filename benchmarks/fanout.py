@@ -343,7 +343,8 @@ def run_part(
             results |= {"lab": part.lab, "size_bytes": SIZE_BYTES, "hosts": {}}
             racks = [f"r{host.rack}" for host in lab.hosts]
             streams = [goodput(lab, 100_000_000 if "1gbit" in part.lab else 32_000_000) for _ in range(3)]
-            b = results["goodput_bit_per_s"] = statistics.median(streams)
+            # The best: what a busy machine takes from this measurement would be given to the bars.
+            b = results["goodput_bit_per_s"] = max(streams)
             results["every_goodput_bit_per_s"] = streams
             ideal_s = results["one_copy_s"] = 8 * SIZE_BYTES / b
             hosts = Hosts(lab, base, base / "store", racks)
