@@ -82,14 +82,7 @@ class RoutedModel(Model):
 
     def _ended(self, done: asyncio.Future[list[Tensor]], rows: int, begin_ns: int) -> None:
         self._num_under_way -= 1
-        took_ns = time.perf_counter_ns() - begin_ns
-        fault = None if done.cancelled() else done.exception()
-        if done.cancelled():
-            self.statistics.failed(Reason.CANCELLED, took_ns)
-        elif fault is None:
-            self.statistics.succeeded(rows=rows, total_ns=took_ns, queue_ns=0, compute_ns=0, output_ns=0)
-        else:
-            self.statistics.failed(fault.reason if isinstance(fault, RequestFailed) else Reason.FAILED, took_ns)
+        self.statistics.ended(done, rows=rows, begin_ns=begin_ns)
 
 
 class RoutedRepository(ModelRepository):

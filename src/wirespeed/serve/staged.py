@@ -178,14 +178,7 @@ class StagedModel(Model):
 
     def _ended(self, done: asyncio.Task[list[Tensor]], rows: int, begin_ns: int) -> None:
         self._tasks.discard(done)
-        took_ns = time.perf_counter_ns() - begin_ns
-        fault = None if done.cancelled() else done.exception()
-        if done.cancelled():
-            self.statistics.failed(Reason.CANCELLED, took_ns)
-        elif fault is None:
-            self.statistics.succeeded(rows=rows, total_ns=took_ns, queue_ns=0, compute_ns=0, output_ns=0)
-        else:
-            self.statistics.failed(fault.reason if isinstance(fault, RequestFailed) else Reason.FAILED, took_ns)
+        self.statistics.ended(done, rows=rows, begin_ns=begin_ns)
 
     def _is_stage_ready(self, stage: Stage) -> bool:
         if stage.node:

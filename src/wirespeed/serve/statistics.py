@@ -5,9 +5,11 @@ Times are nanoseconds, sums of requests.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Any
 
-from wirespeed.serve.status import Reason
+from wirespeed.serve.status import Reason, RequestFailed
 
 LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -31,6 +33,17 @@ class ModelStatistics:
         self.batches: dict[int, tuple[int, int]] = {}
         """Rows of a batch -> how many, and their compute time."""
         self.latency_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
+
+    def ended(self, done: asyncio.Future[Any], *, rows: int, begin_ns: int) -> None:
+        """A request that ran elsewhere has ended, in whichever way: only the whole of its time is known."""
+        took_ns = time.perf_counter_ns() - begin_ns
+        fault = None if done.cancelled() else done.exception()
+        if done.cancelled():
+            self.failed(Reason.CANCELLED, took_ns)
+        elif fault is None:
+            self.succeeded(rows=rows, total_ns=took_ns, queue_ns=0, compute_ns=0, output_ns=0)
+        else:
+            self.failed(fault.reason if isinstance(fault, RequestFailed) else Reason.FAILED, took_ns)
 
     def succeeded(self, *, rows: int, total_ns: int, queue_ns: int, compute_ns: int, output_ns: int) -> None:
         """A request was answered."""
