@@ -68,7 +68,8 @@ def tune_undisturbed(
 ) -> list[dict[str, Any]]:
     """Records until one holds, or had the machine to itself; at most three.
 
-    What neighbours take makes measurements slower than predictions, never closer: a run that holds needs no second.
+    What neighbours take adds to the errors, of the calibration or of what is predicted: a run that holds beside them
+    needs no second.
     """
     while not (told := journal.of(rate, seed)) or (
         told[-1]["steal_share"] > QUIET_SHARE and told[-1]["worst_error"] > WORST_ERROR and len(told) < ATTEMPTS

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs m
 
 def pair(num_bytes: int = 4 * MIB) -> tuple[OwnSegment, PeerSegment]:
     own = OwnSegment(num_bytes)
-    return own, PeerSegment(own.offer)
+    return own, PeerSegment(own.offer, max_message_bytes=2 * MIB)
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,6 +95,16 @@ def test_a_place_that_cannot_be_is_an_error(number: int, offset: int, length: in
         peer.view(b"123")
 
 
+def test_a_message_in_memory_may_be_no_larger_than_one_on_the_socket() -> None:
+    own, peer = pair(8 * MIB)
+    fits, too_large = own.put([bytes(2 * MIB)], 2 * MIB), own.put([bytes(2 * MIB + 1)], 2 * MIB + 1)
+    assert fits is not None
+    assert too_large is not None
+    assert len(peer.view(fits)) == 2 * MIB
+    with pytest.raises(DataError, match="expected at most 2097152"):
+        peer.view(too_large)
+
+
 def test_a_block_that_is_still_looked_at_is_not_taken_twice() -> None:
     own, peer = pair()
     place = own.put([b"abc"], 3)
@@ -126,14 +136,14 @@ def test_only_a_sealed_segment_of_this_user_is_mapped(tmp_path: Path) -> None:
             ]
             for one in wrong:
                 with pytest.raises(MissingCapability):
-                    PeerSegment(one)
+                    PeerSegment(one, max_message_bytes=MIB)
     finally:
         for descriptor in (reader, writer, unsealed):
             os.close(descriptor)
-    PeerSegment(offer)
+    PeerSegment(offer, max_message_bytes=MIB)
     own.close()
     with pytest.raises(MissingCapability):
-        PeerSegment(offer)  # closed once the peer has it: nobody else can map it
+        PeerSegment(offer, max_message_bytes=MIB)  # closed once the peer has it: nobody else can map it
 
 
 @given(st.binary(max_size=60))

@@ -38,6 +38,7 @@ PASSES = (1, 1, 3)
 """Repeats of what is suspect after the first measurement, and of what still is after each of these: what is fine once
 is fine, and few suspects get more care."""
 FLAPPING_PASSES = 2
+"""In so many of them a link that seemed to come and go has to stall once more."""
 
 
 class FabricReport(Record, frozen=True, kw_only=True, tag="fabric_report"):

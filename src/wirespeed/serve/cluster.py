@@ -63,7 +63,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     ``failed`` is its last word: ``kind`` is the class of the error, ``text`` and ``hint`` its words.
     """
 
-    event: Literal["placed", "up", "down", "news", "failed"]
+    event: Literal["placed", "up", "down", "failed"]
     worker: int = -1
     address: str = ""
     host: str = ""
@@ -89,7 +89,7 @@ class Cluster:
         self._on_up: Callable[[str], None] = lambda _: None
         self._on_down: Callable[[str], None] = lambda _: None
         self.addresses: dict[int, str] = {}
-        """Where each worker listens, by number; without those that Ray is about to start again."""
+        """Where each worker listened last, by number."""
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._first: asyncio.Future[None] | None = None
@@ -199,7 +199,7 @@ class Cluster:
                 self._first.set_result(None)
         elif told.event == "down":
             self._on_news(f"worker {told.worker} is gone: {told.text}; Ray starts it again")
-        elif told.event in ("news", "placed"):
+        elif told.event == "placed":
             self._on_news(told.text)
         elif told.event == "failed":
             return _FAILURES.get(told.kind, PeerFailure)(told.text, hint=told.hint or None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from wirespeed.errors import WirespeedError
 from wirespeed.serve.backends import Batch, Loaded
@@ -115,12 +115,7 @@ class Model:
         begin_ns = time.perf_counter_ns()
         if self._is_closing or not (self._instances or self.is_recovering):
             raise self._failed(f"model {self.config.name!r} has no running instance", Reason.UNAVAILABLE, begin_ns)
-        try:
-            rows, group = prepare(self.config, self.inputs, request)
-            check_outputs(self.outputs, request.outputs, self.config.name)
-        except RequestFailed as fault:
-            self.statistics.failed(fault.reason, time.perf_counter_ns() - begin_ns)
-            raise
+        rows, group = self._check(request, begin_ns)
         now_s = time.monotonic()
         if request.deadline_s == math.inf:
             request.deadline_s = now_s + self.config.queue_timeout_s
@@ -297,6 +292,16 @@ class Model:
         if not pending.future.done():
             self.statistics.failed(reason, time.perf_counter_ns() - pending.begin_ns)
             pending.future.set_exception(RequestFailed(text, reason=reason))
+
+    def _check(self, request: InferRequest, begin_ns: int) -> tuple[int, Hashable]:
+        """A request's rows and group. Raises RequestFailed for what is wrong with it, and counts that."""
+        try:
+            found = prepare(self.config, self.inputs, request)
+            check_outputs(self.outputs, request.outputs, self.config.name)
+        except RequestFailed as fault:
+            self.statistics.failed(fault.reason, time.perf_counter_ns() - begin_ns)
+            raise
+        return found
 
     def _failed(self, text: str, reason: Reason, begin_ns: int) -> RequestFailed:
         self.statistics.failed(reason, time.perf_counter_ns() - begin_ns)

@@ -7,7 +7,6 @@ old ones finish what they have: no request is dropped, and memory holds both for
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -108,33 +107,34 @@ class ModelRepository:
             )
         at_once = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
-        async def load(name: str) -> None:
+        configs: dict[str, ModelConfig] = {}
+        faults: list[BaseException] = []
+        for name in names:
+            try:
+                configs[name] = self._read(name)
+            except RequestFailed as fault:
+                faults.append(fault)
+
+        async def add(name: str) -> None:
             async with at_once:
-                await self.load(name)
+                await self.add(configs[name])
 
         # Models in stages come after what they are made of.
-        staged = self._staged(names)
-        for together in (set(names) - set(staged), *({name} for name in in_order(staged))):
-            results = await asyncio.gather(*(load(name) for name in sorted(together)), return_exceptions=True)
-            for fault in results:
-                if fault is not None:
-                    raise fault
-
-    def _staged(self, names: list[str]) -> dict[str, ModelConfig]:
-        """Those of the folder's models that are made of others; of one that cannot be read its loading tells."""
-        assert self.folder is not None
-        found = {}
-        for name in names:
-            with contextlib.suppress(DataError):
-                config = read_config(self.folder / name)
-                if config.stages:
-                    found[name] = config
-        return found
+        staged = {name: config for name, config in configs.items() if config.stages}
+        for together in ([name for name in configs if name not in staged], *([name] for name in in_order(staged))):
+            results = await asyncio.gather(*map(add, together), return_exceptions=True)
+            faults += [fault for fault in results if fault is not None]
+        if faults:
+            raise faults[0]
 
     async def load(self, name: str, *, overrides: dict[str, Any] | None = None) -> None:
         """Load or load again. Raises RequestFailed: NOT_FOUND, or FAILED with the cause."""
         if self.folder is None or name not in self.names():
             raise RequestFailed(f"failed to load {name!r}: no such model in the repository", reason=Reason.NOT_FOUND)
+        await self.add(self._read(name, overrides=overrides))
+
+    def _read(self, name: str, *, overrides: dict[str, Any] | None = None) -> ModelConfig:
+        assert self.folder is not None
         try:
             config = read_config(self.folder / name, overrides=overrides)
         except (DataError, UsageError) as fault:
@@ -143,7 +143,7 @@ class ModelRepository:
             raise RequestFailed(
                 f"failed to load {name!r}: its model.toml names it {config.name!r}", reason=Reason.INVALID
             )
-        await self.add(config)
+        return config
 
     async def add(self, config: ModelConfig) -> Model:
         """Load a model from its configuration, in place of the one of its name."""

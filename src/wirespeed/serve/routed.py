@@ -17,7 +17,7 @@ from wirespeed.serve.model import Model
 from wirespeed.serve.node_link import NodeLink
 from wirespeed.serve.node_messages import Described
 from wirespeed.serve.repository import Listed, ModelRepository
-from wirespeed.serve.requests import InferRequest, check_outputs, prepare
+from wirespeed.serve.requests import InferRequest
 from wirespeed.serve.router import Router
 from wirespeed.serve.status import Reason, RequestFailed
 from wirespeed.serve.tensors import Tensor
@@ -58,12 +58,7 @@ class RoutedModel(Model):
     def infer(self, request: InferRequest) -> asyncio.Future[list[Tensor]]:
         """See Model.infer."""
         begin_ns = time.perf_counter_ns()
-        try:
-            rows, _ = prepare(self.config, self.inputs, request)
-            check_outputs(self.outputs, request.outputs, self.config.name)
-        except RequestFailed as fault:
-            self.statistics.failed(fault.reason, time.perf_counter_ns() - begin_ns)
-            raise
+        rows, _ = self._check(request, begin_ns)
         left_s = request.deadline_s - time.monotonic()
         if left_s <= 0:
             raise self._failed("the deadline had passed before the request was read", Reason.DEADLINE, begin_ns)

@@ -26,7 +26,7 @@ from wirespeed import wire
 from wirespeed.errors import DataError, UsageError
 from wirespeed.serve.config import ModelConfig, Stage, TensorSpec
 from wirespeed.serve.model import Model
-from wirespeed.serve.requests import InferRequest, check_outputs, prepare
+from wirespeed.serve.requests import InferRequest
 from wirespeed.serve.router import Router
 from wirespeed.serve.status import Reason, RequestFailed
 from wirespeed.serve.tensors import Tensor, split_rows
@@ -105,12 +105,7 @@ class StagedModel(Model):
         begin_ns = time.perf_counter_ns()
         if self._is_closing:
             raise self._failed(f"model {self.config.name!r} is being unloaded", Reason.UNAVAILABLE, begin_ns)
-        try:
-            rows, _ = prepare(self.config, self.inputs, request)
-            check_outputs(self.outputs, request.outputs, self.config.name)
-        except RequestFailed as fault:
-            self.statistics.failed(fault.reason, time.perf_counter_ns() - begin_ns)
-            raise
+        rows, _ = self._check(request, begin_ns)
         if request.deadline_s == math.inf:
             request.deadline_s = time.monotonic() + self.config.queue_timeout_s
         task = self._loop.create_task(self._run_all(request, rows))

@@ -208,7 +208,7 @@ class Endpoint(asyncio.BufferedProtocol):
         if self._peer_segment is not None or not self._can_share():
             return "shared memory is off on this side, or it was mapped before"
         try:
-            self._peer_segment = PeerSegment(said.segment)
+            self._peer_segment = PeerSegment(said.segment, max_message_bytes=self.limits.max_message_bytes)
         except MissingCapability as fault:
             return fault.problem
         return ""

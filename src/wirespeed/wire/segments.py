@@ -155,11 +155,12 @@ class OwnSegment:
 class PeerSegment:
     """The one that the peer writes. Raises MissingCapability where it cannot be mapped, with the reason.
 
-    ``max_bytes``: more is not mapped.
+    ``max_message_bytes``: no message in it may be larger, as on the socket.
     """
 
-    def __init__(self, offer: Segment, *, max_bytes: int = MAX_SEGMENT_BYTES) -> None:
-        if not TABLE_BYTES < offer.num_bytes <= max_bytes or not offer.name.startswith(_PREFIX):
+    def __init__(self, offer: Segment, *, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        if not TABLE_BYTES < offer.num_bytes <= MAX_SEGMENT_BYTES or not offer.name.startswith(_PREFIX):
             raise MissingCapability(f"got a segment of {offer.num_bytes} bytes named {offer.name!r}")
         path = Path(f"/proc/{offer.process}/fd/{offer.descriptor}")
         # Asked before it is opened: opening a device or a pipe may do something, or wait.
@@ -184,7 +185,7 @@ class PeerSegment:
     def view(self, place: Payload) -> memoryview:
         """The payload that lies there. When its last view is gone, the peer may use the block again.
 
-        Raises DataError where no block can lie there.
+        Raises DataError where no block can lie there, or a message may not be so large.
         """
         if len(place) != PLACE_BYTES:
             raise DataError(f"got a place in memory of {len(place)} bytes", expected=str(PLACE_BYTES))
@@ -197,6 +198,8 @@ class PeerSegment:
             or number in self._live
         ):
             raise DataError(f"got block {number} at {offset} of {length} bytes of a segment of {self._num_bytes} bytes")
+        if length > self._max_message_bytes:
+            raise DataError(f"got a message of {length} bytes", expected=f"at most {self._max_message_bytes}")
         array = np.frombuffer(self._map, np.uint8, length, offset)
         # Views of a view keep the array, and the array the mapping: the block is free when the array goes.
         self._live[number] = weakref.ref(array, partial(_free, self._live, self._table, number))
