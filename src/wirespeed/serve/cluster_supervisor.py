@@ -7,6 +7,7 @@ belong to this process: where it dies, however it dies, Ray ends them, and their
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -301,7 +302,7 @@ def _connect(wanted: Wanted) -> None:
                 f"no Ray cluster at {wanted.address}: {fault.strerror or fault}", hint="is its head up (`ray status`)?"
             ) from fault
     try:
-        ray.init(address=wanted.address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=wanted.address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as fault:
         raise PeerFailure(
             f"no Ray cluster at {wanted.address}: {str(fault).strip().splitlines()[0]}",
