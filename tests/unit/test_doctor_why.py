@@ -20,8 +20,8 @@ from wirespeed.doctor.dossier import is_trace, read_dossier
 from wirespeed.doctor.drift import drift
 from wirespeed.doctor.examine import Question, examine
 from wirespeed.doctor.hops import Hop, PathReport
+from wirespeed.doctor.inquiry import report_of
 from wirespeed.doctor.reports import ClusterReport, HostReport, host_report
-from wirespeed.doctor.retest import report_of
 from wirespeed.measure.environment import capture
 from wirespeed.records import CollectiveSample, CollectivesRecord, LinkSample, LinksRecord
 

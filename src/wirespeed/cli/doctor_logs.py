@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from wirespeed.doctor.causes import Cause
     from wirespeed.doctor.diagnose import Verdict
-    from wirespeed.doctor.retest import FabricReport
+    from wirespeed.doctor.inquiry import FabricReport
     from wirespeed.records import LinksRecord
 
 _JSON = typer.Option("--json", help="One JSON document on stdout.")
@@ -171,7 +171,7 @@ def fabric(
       wirespeed doctor fabric links.json
     """
     from wirespeed import launch, units
-    from wirespeed.doctor.retest import check_fabric, report_of
+    from wirespeed.doctor.inquiry import check_fabric, report_of
     from wirespeed.measure.messages import SocketOptions
     from wirespeed.records import LinksRecord, read, write
 

@@ -14,10 +14,10 @@ import msgspec
 
 from wirespeed.doctor.check import Finding, on_host
 from wirespeed.doctor.hops import PathReport
+from wirespeed.doctor.inquiry import FabricReport
 from wirespeed.doctor.log_lines import LogFile
 from wirespeed.doctor.log_scan import JobFacts, Scan
 from wirespeed.doctor.reports import ClusterReport, Drift, HostReport
-from wirespeed.doctor.retest import FabricReport
 from wirespeed.errors import DataError
 from wirespeed.fabric.files import read_fabric
 from wirespeed.fabric.topology import Fabric

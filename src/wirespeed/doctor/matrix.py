@@ -146,6 +146,24 @@ def judge(matrix: Matrix, *, is_first_pass: bool = False) -> MatrixReport:
     )
 
 
+def unexplained(matrix: Matrix, report: MatrixReport) -> list[Cell]:
+    """Cells below ``SLOW`` of the usual rate that no finding covers."""
+    hosts = {finding.host for finding in report.findings if finding.host is not None}
+    paths = {frozenset(f.subject.split(" ")[::2]) for f in report.findings if f.id == "link.slow-path"}
+    uplinks = [f.subject for f in report.findings if f.id == "link.slow-uplink"]
+    racks = {rack for subject in uplinks for rack in subject.split(" or ")}
+    groups = {host for subject in uplinks for host in subject.split(", ")}
+    return [
+        cell
+        for cell, rate in matrix.bit_per_s.items()
+        if rate < SLOW * report.usual_bit_per_s
+        and not hosts & set(cell)
+        and not groups & set(cell)
+        and frozenset(cell) not in paths
+        and not (matrix.is_cross(cell) and racks & {matrix.racks.get(host) for host in cell})
+    ]
+
+
 def _usual(matrix: Matrix) -> float:
     """What a healthy pair reaches: the upper tenth inside racks, where uplinks play no part, else of all.
 
@@ -279,7 +297,7 @@ def _slow_uplinks(
     *,
     is_first_pass: bool,
 ) -> list[Finding]:
-    """Racks whose pairs together carry less than their hosts could, in every phase in which several cross.
+    """Racks whose pairs together never carry what their hosts could, in the phases in which several cross.
 
     In a first pass each rack that may be the one is a finding of its own where other racks can tell them apart.
     """
@@ -290,18 +308,20 @@ def _slow_uplinks(
     capacity: dict[str, float] = {}
     slowest: dict[str, list[Cell]] = {}
     for rack, end in ((rack, end) for rack in racks for end in (0, 1)):
-        ratios, totals, cells = [], [], []
+        demands, totals, cells = [], [], []
         for phase in matrix.phases:
             crossing = [c for c in phase if c in share and matrix.is_cross(c) and matrix.racks.get(c[end]) == rack]
             if len(crossing) < 2:
                 continue
-            possible = sum(min(sending[s], receiving[t], 1.0) for s, t in crossing)
-            carried = sum(share[cell] for cell in crossing)
-            ratios.append(carried / possible if possible > 0 else 1.0)
-            totals.append(carried * usual)
+            demands.append(sum(min(sending[s], receiving[t], 1.0) for s, t in crossing))
+            totals.append(sum(share[cell] for cell in crossing))
             cells += crossing
-        if len(ratios) >= 2 and median(ratios) < ratio.get(rack, 2.0):
-            ratio[rack], capacity[rack], slowest[rack] = median(ratios), max(totals), cells
+        if len(demands) < 2:
+            continue
+        # What it carried once it can carry; a slow path or a busy machine makes single phases slow.
+        level = max(totals) / max(*demands, 1e-9)
+        if level < ratio.get(rack, 2.0):
+            ratio[rack], capacity[rack], slowest[rack] = level, max(totals) * usual, cells
     suspects = [rack for rack in ratio if ratio[rack] < SLOW]
     named = slowest_by_far({rack: ratio[rack] for rack in suspects})
     if is_first_pass and len(racks) > 2:

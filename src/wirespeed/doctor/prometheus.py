@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 from wirespeed.doctor.diagnose import Verdict
+from wirespeed.doctor.inquiry import FabricReport
 from wirespeed.doctor.reports import HostReport, counts
-from wirespeed.doctor.retest import FabricReport
 
 _HELP = {
     "wirespeed_doctor_findings": "Findings that are not suppressed, by severity.",

@@ -1,7 +1,6 @@
-"""Measure a fabric, then measure what stood out again, alone and against known-good partners, before it is believed.
+"""What stood out on a fabric, measured again before it is believed: alone, and against known-good partners.
 
-Slow again alone: the host or the path. Fine alone and slow together with others: what they share. An SPMD program like
-``measure_links``: every rank calls ``check_fabric``, and rank 0 decides what the second pass measures.
+Slow again alone: the host or the path. Fine alone and slow together with others: what they share.
 """
 
 from __future__ import annotations
@@ -10,17 +9,15 @@ import dataclasses
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 import msgspec
 
 from wirespeed.doctor.check import Evidence, Finding
-from wirespeed.doctor.matrix import SLOW, UNSTEADY, Cell, Matrix, MatrixReport, judge, matrix_of, slowest_by_far
-from wirespeed.launch import Ranks
-from wirespeed.measure.links import Schedule, measure_links, rounds
-from wirespeed.measure.messages import SocketOptions
-from wirespeed.records import LinksRecord, Record
+from wirespeed.doctor.matrix import SLOW, UNSTEADY, Cell, Matrix, MatrixReport, slowest_by_far
+from wirespeed.measure.links import Schedule, rounds
+from wirespeed.records import LinksRecord
 from wirespeed.units import format_percent, format_rate
 
 MAX_EXACT_HOSTS = 32
@@ -30,28 +27,13 @@ PARTNERS = 2
 MAX_TOGETHER = 4
 MAX_SUSPECTS = 8
 MAX_RETESTS = 12
-NOISY_FINDINGS = 3
-"""More suspects than these after a first measurement, and all of it is measured once more: most will be noise."""
-NUM_PINGS = 20
-"""Round trips are only needed to know how long slow start takes."""
 PASSES = (1, 1, 3)
 """Repeats of what is suspect after the first measurement, and of what still is after each of these: what is fine once
 is fine, and few suspects get more care."""
+SETTLED = 0.02
+"""A limit shows: the four best of what is slow agree within this share. What noise slowed down does not."""
 FLAPPING_PASSES = 2
 """In so many of them a link that seemed to come and go has to stall once more."""
-
-
-class FabricReport(Record, frozen=True, kw_only=True, tag="fabric_report"):
-    """What stands out on a fabric. ``dropped``: what stood out once and was fine when measured again."""
-
-    hosts: tuple[str, ...]
-    usual_bit_per_s: float
-    sending: dict[str, float]
-    receiving: dict[str, float]
-    findings: tuple[Finding, ...]
-    cannot_tell: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
-    was_retested: bool = False
 
 
 def schedule_of(num_hosts: int, *, seed: int = 0) -> Schedule:
@@ -87,7 +69,9 @@ def suspects(
         (racks if finding.id == "link.slow-uplink" else others).append(finding)
     # Racks first: a halved uplink makes more paths suspect than can be measured again.
     chosen = [*racks, *others][:MAX_SUSPECTS]
-    taken = {frozenset(pair) for finding in racks for pair in _together(finding, matrix, report)}
+    # Also of racks that are done with: what a pair carried with its rack and what it carried alone must not be mixed.
+    uplinks = [finding for finding in report.findings if finding.id == "link.slow-uplink"]
+    taken = {frozenset(pair) for finding in uplinks for pair in _together(finding, matrix, report)}
     good = [host for host in _best_first(report, matrix) if host not in bad]
     table: dict[tuple[tuple[int, int], ...], None] = {}
     for finding in chosen:
@@ -167,7 +151,7 @@ def _together(finding: Finding, matrix: Matrix, report: MatrixReport) -> list[tu
     return pairs
 
 
-class _Again:
+class Again:
     """What the second pass measured: per direction the rates over the usual one, in the order of the repeats."""
 
     def __init__(self, record: LinksRecord, usual: float) -> None:
@@ -201,18 +185,38 @@ def confirm(
     return kept, tuple(f"{finding.title}: {why}" for finding, why in weighed if why is not None)
 
 
-def _left(report: MatrixReport, again: LinksRecord, matrix: Matrix, num_passes: int) -> list[Finding]:
-    """What still stands after so many passes, and what there was no room for in them."""
+def left_of(report: MatrixReport, again: LinksRecord, matrix: Matrix, num_passes: int) -> list[Finding]:
+    """What to measure on after so many passes: what there was no room for, and what stands and is not settled."""
     left = []
     for finding, why in _weigh(report, again, matrix)[0]:
         if finding.id == "link.flapping":
             # One more stall confirms a link that comes and goes; one that had none yet gets another chance to.
-            if why is not None and num_passes < FLAPPING_PASSES:
-                left.append(finding)
-        elif why is None or why == _NOT_AGAIN:
-            # What is slow again may be a busy machine.
+            is_open = why is not None and num_passes < FLAPPING_PASSES
+        elif why is None:
+            is_open = num_passes < len(PASSES) or not _is_settled(finding, again, report, matrix)
+        else:
+            is_open = why == _NOT_AGAIN
+        if is_open:
             left.append(finding)
     return left
+
+
+def _is_settled(finding: Finding, again: LinksRecord, report: MatrixReport, matrix: Matrix) -> bool:
+    """Whether what is slow reached the same rate four times, and never more."""
+    held = Again(again, report.usual_bit_per_s)
+    if finding.id == "link.slow-uplink":
+        pairs = _together(finding, matrix, report)
+        ways = [[held.shares.get(cell, []) for cell in cells] for cells in (pairs, [(b, a) for a, b in pairs])]
+        sums = [[sum(shares) / len(pairs) for shares in zip(*way, strict=False)] for way in ways]
+        series = [min(sums, key=lambda levels: max(levels, default=math.inf))]
+    else:
+        words = finding.subject.split(" ")
+        pair = {words[0], words[-1]}
+        first = {cell: rate / report.usual_bit_per_s for cell, rate in matrix.bit_per_s.items()}
+        # What the first passes saw counts: a limit holds then too.
+        series = [[*held.shares[cell], first.get(cell, 0.0)] for cell in held.alone() if pair <= set(cell)]
+    slow = [sorted(levels, reverse=True) for levels in series if levels and max(levels) < SLOW]
+    return all(len(levels) >= 4 and levels[0] - levels[3] <= SETTLED * levels[0] for levels in slow)
 
 
 _NOT_AGAIN = f"not measured again, as there were more than {MAX_SUSPECTS} suspects"
@@ -222,7 +226,7 @@ def _weigh(
     report: MatrixReport, again: LinksRecord, matrix: Matrix | None
 ) -> tuple[list[tuple[Finding, str | None]], dict[str, float]]:
     """Each finding with its second evidence and the reason why it is dropped, if it is; what each rack carried."""
-    held = _Again(again, report.usual_bit_per_s)
+    held = Again(again, report.usual_bit_per_s)
     for finding in report.findings:
         if finding.id == "link.slow-uplink" and matrix is not None:
             for one, other in _together(finding, matrix, report):
@@ -256,11 +260,11 @@ def _explained(finding: Finding, slow: Sequence[str], matrix: Matrix | None) -> 
     return None
 
 
-def _one_way(finding: Finding, held: _Again, report: MatrixReport) -> Finding:
+def _one_way(finding: Finding, held: Again, report: MatrixReport) -> Finding:
     """A path that was slow both ways and is so in one only when measured again."""
     one, way, other = finding.subject.split(" ") if " <-> " in finding.subject else ("", "", "")
     ways = [(s, t) for s, t in ((one, other), (other, one)) if held.shares.get((s, t))]
-    slow = [(s, t) for s, t in ways if held.best((s, t)) < SLOW * _possible(report, s, t)]
+    slow = [(s, t) for s, t in ways if held.best((s, t)) < SLOW * _possible(report, held, s, t)]
     if way != "<->" or len(slow) != 1:
         return finding
     source, target = slow[0]
@@ -271,7 +275,7 @@ def _one_way(finding: Finding, held: _Again, report: MatrixReport) -> Finding:
 _SIDES = {"link.slow-host": "both ways", "link.slow-tx": "sending", "link.slow-rx": "receiving"}
 
 
-def _as_seen(finding: Finding, held: _Again) -> Finding:
+def _as_seen(finding: Finding, held: Again) -> Finding:
     """A slow host by the sides that were slow when it was measured again alone, with partners that are fine."""
     sends, receives = _sides(finding.subject, held)
     if finding.id not in _SIDES or sends is None or receives is None or min(sends, receives) >= SLOW:
@@ -281,14 +285,14 @@ def _as_seen(finding: Finding, held: _Again) -> Finding:
     return dataclasses.replace(finding, id=side, title=title)
 
 
-def _sides(host: str, held: _Again) -> tuple[float | None, float | None]:
-    """What a host sent and received when it was measured again, over the usual rate."""
+def _sides(host: str, held: Again) -> tuple[float | None, float | None]:
+    """What a host sent and received when it was measured again, over the usual rate: with its best partner."""
     levels = [[held.best(cell) for cell in held.alone() if cell[end] == host] for end in (0, 1)]
-    sends, receives = (median(level) if level else None for level in levels)
+    sends, receives = (max(level, default=None) for level in levels)
     return sends, receives
 
 
-def _again(finding: Finding, held: _Again, report: MatrixReport) -> tuple[Evidence, ...] | None:
+def _again(finding: Finding, held: Again, report: MatrixReport) -> tuple[Evidence, ...] | None:
     """Evidence of the second measurement, empty where there was none; None where it speaks against the finding."""
     if finding.id == "link.slow-path":
         one, way, other = finding.subject.split(" ")
@@ -310,7 +314,7 @@ def _again(finding: Finding, held: _Again, report: MatrixReport) -> tuple[Eviden
     )
     if finding.id == "link.slow-path":
         # A path to a slow host is as slow as the host, and no slower: it is not the path.
-        return lines if any(held.best((s, t)) < SLOW * _possible(report, s, t) for s, t in seen) else None
+        return lines if any(held.best((s, t)) < SLOW * _possible(report, held, s, t) for s, t in seen) else None
     if finding.id == "link.flapping":
         # It comes and goes: one more stall in any of the repeats is enough, and none at all speaks against it.
         is_slow = median(held.best(cell) for cell in seen) < SLOW
@@ -319,7 +323,7 @@ def _again(finding: Finding, held: _Again, report: MatrixReport) -> tuple[Eviden
 
 
 def _uplink_again(
-    finding: Finding, held: _Again, report: MatrixReport, matrix: Matrix
+    finding: Finding, held: Again, report: MatrixReport, matrix: Matrix
 ) -> tuple[float, tuple[Evidence, ...]]:
     """What the rack's hosts, together, carried of what they could: in the best repeat, the worse way. 0: not measured.
 
@@ -347,103 +351,19 @@ def _uplink_again(
     )
 
 
-def _alone(held: _Again, together: Sequence[Cell], report: MatrixReport, host: str, end: int) -> float:
+def _alone(held: Again, together: Collection[Cell], report: MatrixReport, host: str, end: int) -> float:
     """What one side of a host can do: as it was first seen, or better where it was measured again on its own."""
     again = [held.best(cell) for cell in held.shares if cell[end] == host and cell not in together]
     first = (report.sending, report.receiving)[end].get(host, 1.0)
     return min(1.0, max([first, *again]))
 
 
-def _possible(report: MatrixReport, source: str, target: str) -> float:
-    return min(report.sending.get(source, 1.0), report.receiving.get(target, 1.0), 1.0)
+def _possible(report: MatrixReport, held: Again, source: str, target: str) -> float:
+    """What both ends of a path can do, as each was seen at its best."""
+    return min(_alone(held, held.together, report, source, 0), _alone(held, held.together, report, target, 1))
 
 
-def _joined(records: Sequence[LinksRecord]) -> LinksRecord:
+def joined(records: Sequence[LinksRecord]) -> LinksRecord:
+    """One record of several of the same hosts."""
     samples = tuple(sample for record in records for sample in record.samples)
     return msgspec.structs.replace(records[0], samples=samples)
-
-
-def check_fabric(
-    ranks: Ranks,
-    *,
-    racks: Mapping[str, str] | None = None,
-    streams: Sequence[int] = (1, 4),
-    duration_s: float = 0.5,
-    options: SocketOptions | None = None,
-    timeout_s: float = 15.0,
-    join_timeout_s: float = 60.0,
-    seed: int = 0,
-    progress: Callable[[str], None] | None = None,
-) -> tuple[FabricReport, LinksRecord] | None:
-    """Measure all pairs (or matchings), judge, measure suspects again. Every rank calls it; rank 0 gets the result.
-
-    Where there are many suspects, all of it is measured twice first: on a busy machine most of them are noise.
-
-    Raises what ``measure_links`` raises: PeerFailure names the host that does not answer.
-    """
-
-    seen: list[tuple[MatrixReport, Matrix]] = []
-    whole: list[LinksRecord] = []
-    again: list[LinksRecord] = []
-
-    def follow_up(record: LinksRecord) -> Schedule:
-        if seen:
-            again.append(record)
-            if len(again) == len(PASSES):
-                return ()
-            report, matrix = seen[0]
-            left = _left(report, _joined(again), matrix, len(again))
-            return suspects(report, matrix, still=left, repeats=PASSES[len(again)])
-        whole.append(record)
-        table = schedule_of(len(record.hosts), seed=seed)
-        matrix = matrix_of(whole[0], racks, again=whole[1:], schedule=table)
-        report = judge(matrix, is_first_pass=True)
-        if len(whole) == 1 and len(report.findings) > NOISY_FINDINGS:
-            return table
-        seen.append((report, matrix))
-        return suspects(report, matrix)
-
-    first = measure_links(
-        ranks,
-        streams=streams,
-        duration_s=duration_s,
-        num_pings=NUM_PINGS,
-        options=options,
-        timeout_s=timeout_s,
-        join_timeout_s=join_timeout_s,
-        progress=progress,
-        schedule=lambda count: schedule_of(count, seed=seed),
-        follow_up=follow_up,
-    )
-    if first is None:
-        return None
-    report, matrix = seen[0]
-    findings, dropped = confirm(report, _joined(again), matrix) if again else (report.findings, ())
-    return _report(first, report, findings, dropped=dropped, was_retested=bool(again)), first
-
-
-def _report(
-    record: LinksRecord,
-    report: MatrixReport,
-    findings: Sequence[Finding],
-    *,
-    dropped: Sequence[str] = (),
-    was_retested: bool = False,
-) -> FabricReport:
-    return FabricReport(
-        environment=record.environment,
-        hosts=record.hosts,
-        usual_bit_per_s=report.usual_bit_per_s,
-        sending=report.sending,
-        receiving=report.receiving,
-        findings=tuple(findings),
-        cannot_tell=report.cannot_tell if findings else (),
-        dropped=tuple(dropped),
-        was_retested=was_retested,
-    )
-
-
-def report_of(record: LinksRecord, racks: Mapping[str, str] | None = None) -> FabricReport:
-    """The report of a record that was measured before: nothing is measured again."""
-    report = judge(matrix_of(record, racks))
-    return _report(record, report, report.findings)

@@ -15,8 +15,8 @@ from wirespeed.doctor.check import Evidence, Finding, Remedy, Severity
 from wirespeed.doctor.diagnose import Verdict
 from wirespeed.doctor.drift import fold_hosts
 from wirespeed.doctor.gains import best_gain
+from wirespeed.doctor.inquiry import FabricReport
 from wirespeed.doctor.reports import ClusterReport, HostReport, counts
-from wirespeed.doctor.retest import FabricReport
 from wirespeed.records import Record
 from wirespeed.report import markup
 from wirespeed.units import format_duration, format_percent, format_rate
