@@ -165,7 +165,8 @@ def test_a_version_that_is_not_here_is_pulled_and_then_served(tmp_path: Path, fo
     repository = Repository(folder_store, cache=Cache(tmp_path / "pusher"))
     repository.push(make_served(tmp_path / "m", num_weights=1000), "org/faces")
     news: list[str] = []
-    with open_shelf(["repo:org/faces"], repo=str(tmp_path / "store"), on_news=news.append) as folder:
+    with open_shelf(["repo:org/faces"], repo=str(tmp_path / "store"), on_news=news.append) as shelf:
+        folder = shelf.folder
         assert [path.name for path in folder.iterdir()] == ["faces"]
         assert (folder / "faces" / "model.toml").read_text() == TOML
         assert (folder / "faces" / "weights.bin").stat().st_size == 4000
@@ -180,8 +181,8 @@ def test_a_version_of_several_models_and_a_folder_are_served_together(tmp_path: 
     repository.push(tmp_path / "suite", "suite")
     make_served(tmp_path / "mine" / "c", num_weights=10)
     store = str(tmp_path / "store")
-    with open_shelf(["repo:suite@v1", str(tmp_path / "mine")], repo=store) as folder:
-        assert sorted(path.name for path in folder.iterdir()) == ["a", "b", "c"]
+    with open_shelf(["repo:suite@v1", str(tmp_path / "mine")], repo=store) as shelf:
+        assert sorted(path.name for path in shelf.folder.iterdir()) == ["a", "b", "c"]
     make_served(tmp_path / "mine" / "a", num_weights=10)
     with (
         pytest.raises(UsageError, match="two models named 'a'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,6 +70,14 @@ def serve(
         str | None,
         typer.Option("--repo", "-r", envvar="WIRESPEED_REPO", help="The store of repo:NAME.", metavar="URL"),
     ] = None,
+    follow: Annotated[
+        str | None,
+        typer.Option(help="Look this often where repo:NAME@ALIAS points, and serve that.", metavar="DURATION"),
+    ] = None,
+    max_staleness: Annotated[
+        str | None,
+        typer.Option(help="With --follow: not ready once the store was silent for so long.", metavar="DURATION"),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document on stdout once the doors are open.")
     ] = False,
@@ -82,6 +91,9 @@ def serve(
     repo:NAME@v3 and repo:NAME@alias serve a version of the repository. What `wirespeed repo warm` brought to this host
     is served from its cache: for a number, or with WIRESPEED_OFFLINE=1, the store is not asked at all.
 
+    With --follow 10s an alias that moves is followed: the new version is fetched (what changed of it), loaded beside
+    the old one, compared with it on the model's reference batch, and then takes over without a request dropped.
+
     A token in WIRESPEED_TOKEN is asked of every client ("authorization: Bearer TOKEN"); it, or client certificates, are
     needed on an address beyond loopback.
 
@@ -89,7 +101,7 @@ def serve(
 
       wirespeed serve models/
 
-      wirespeed serve repo:org/faces@prod --repo s3://bucket/models
+      wirespeed serve repo:org/faces@prod --repo s3://bucket/models --follow 10s
 
       WIRESPEED_TOKEN=$(cat token) wirespeed serve models/ --grpc 0.0.0.0:8001 --http none
 
@@ -115,6 +127,10 @@ def serve(
     )  # fmt: skip
     if wanted is not None and (nodes is not None or node != "none"):
         raise UsageError("got --cluster and --nodes or --node", expected="one of them")
+    if max_staleness is not None and follow is None:
+        raise UsageError("got --max-staleness without --follow", expected="both")
+    if follow is not None and wanted is not None:
+        raise UsageError("got --follow and --cluster", expected="--follow on each host, with --node")
     if bool(models) == (nodes is not None):
         expected = "FOLDER, repo:NAME@V, or --nodes"
         raise UsageError("got models and --nodes" if models else "got no models", expected=expected)
@@ -136,6 +152,8 @@ def serve(
         server_name=compat_server_name,
         reuse_port=reuse_port,
         is_client_memory_allowed=allow_client_shm,
+        follow_s=None if follow is None else units.parse_duration(follow),
+        max_stale_s=math.inf if max_staleness is None else units.parse_duration(max_staleness),
     )
 
     def when_open(server: InferenceServer) -> None:
@@ -151,8 +169,8 @@ def serve(
     if not models or wanted is not None:
         run_service(None, options, when_open=when_open, on_news=say)
         return
-    with open_shelf(models, repo=repo, on_news=say) as folder:
-        run_service(folder, options, when_open=when_open, on_news=say)
+    with open_shelf(models, repo=repo, on_news=say) as shelf:
+        run_service(shelf, options, when_open=when_open, on_news=say)
 
 
 def load(

@@ -6,6 +6,7 @@ varies; -1 is a name that is not shared. Dimensions of one name are padded toget
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +85,13 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     node: str = ""
 
 
+class Reference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A batch on which an update is compared with what is live, before it is: see drift.py."""
+
+    file: str = ""
+    max_drift: float = math.inf
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model as configured. ``folder`` is where its files are; it is not written in the file."""
 
@@ -101,6 +109,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of the backend "stages": see staged.py."""
     micro_rows: int = 0
     """How many rows go through the stages together; 0: all of a request."""
+    reference: Reference = Reference()
     idempotent: bool = True
     """Whether a request may be run again when its worker died."""
     parameters: dict[str, str | int | float | bool] = {}
@@ -122,6 +131,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise UsageError(f"got stages and backend {self.backend!r}", expected='backend = "stages"')
         if self.micro_rows < 0:
             raise UsageError(f"got micro_rows of {self.micro_rows}", expected="0 or more")
+        if not self.reference.max_drift >= 0:
+            raise UsageError(f"got max_drift of {self.reference.max_drift}", expected="0 or more")
         if self.batching.pad and not self.batching.max_rows:
             raise UsageError("got pad without max_rows", expected="batching.max_rows above 0")
         named = {size for spec in self.input for size in spec.shape if isinstance(size, str)}

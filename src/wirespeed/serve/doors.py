@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
+from collections.abc import Callable
 from typing import Any
 
 from wirespeed.errors import WirespeedError
@@ -25,6 +26,8 @@ class Desk:
         self.memory = memory
         self.server_name = server_name
         self.is_draining = False
+        self.staleness_s: Callable[[str], float | None] = lambda _: None
+        """Of a model that follows an alias: since the store last named its version."""
         self._token = token
 
     @property

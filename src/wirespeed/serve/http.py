@@ -89,7 +89,8 @@ class HttpDoor:
         return Response(status_code=200 if self._desk.is_ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(metrics.render(self._desk.models), headers={"content-type": metrics.CONTENT_TYPE})
+        content = metrics.render(self._desk.models, staleness_s=self._desk.staleness_s)
+        return Response(content, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def _server(self, _: Request) -> Response:
         return _json(describe.server_metadata(self._desk.server_name, has_shared_memory=self._desk.memory.is_allowed))

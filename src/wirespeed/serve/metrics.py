@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -15,8 +15,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Collector:
-    def __init__(self, models: ModelRepository) -> None:
+    def __init__(self, models: ModelRepository, staleness_s: Callable[[str], float | None]) -> None:
         self._models = models
+        self._staleness_s = staleness_s
 
     def collect(self) -> Iterator[Metric]:
         counters = {
@@ -30,6 +31,19 @@ class _Collector:
             "queued": GaugeMetricFamily("wirespeed_queued_requests", "Requests that wait", labels=["model"]),
             "running": GaugeMetricFamily("wirespeed_running_requests", "Requests that run", labels=["model"]),
             "instances": GaugeMetricFamily("wirespeed_instances", "Instances that are up", labels=["model"]),
+            "origin": GaugeMetricFamily(
+                "wirespeed_model_origin", "1 for the version that is live", labels=["model", "origin"]
+            ),
+            "drift": GaugeMetricFamily(
+                "wirespeed_update_drift",
+                "How much the last update changed the answers to the reference batch",
+                labels=["model"],
+            ),
+            "staleness": GaugeMetricFamily(
+                "wirespeed_model_staleness_seconds",
+                "Since the store last named the version that should be live",
+                labels=["model"],
+            ),
         }
         latency = HistogramMetricFamily(
             "wirespeed_request_seconds", "From arrival to answer, of answered requests", labels=["model"]
@@ -46,6 +60,13 @@ class _Collector:
             gauges["queued"].add_metric([name], model.num_queued)
             gauges["running"].add_metric([name], model.num_running)
             gauges["instances"].add_metric([name], model.num_instances)
+            if model.origin:
+                gauges["origin"].add_metric([name, model.origin], 1)
+            if model.drift is not None:
+                gauges["drift"].add_metric([name], model.drift.worst)
+            age_s = self._staleness_s(name)
+            if age_s is not None:
+                gauges["staleness"].add_metric([name], age_s)
             total = 0
             buckets = []
             for bound, count in zip([*map(str, LATENCY_BOUNDS_S), "+Inf"], s.latency_counts, strict=True):
@@ -57,8 +78,8 @@ class _Collector:
         yield latency
 
 
-def render(models: ModelRepository) -> bytes:
-    """The text that Prometheus reads."""
+def render(models: ModelRepository, *, staleness_s: Callable[[str], float | None] = lambda _: None) -> bytes:
+    """The text that Prometheus reads. ``staleness_s``: of each model that follows an alias."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(models))
+    registry.register(_Collector(models, staleness_s))
     return generate_latest(registry)

@@ -17,6 +17,7 @@ from wirespeed.serve.backends import Batch, Loaded
 from wirespeed.serve.batcher import Batcher, Item, QueueFull
 from wirespeed.serve.channel import request_parameters
 from wirespeed.serve.config import ModelConfig, TensorSpec
+from wirespeed.serve.drift import Drift
 from wirespeed.serve.executor import Outcome
 from wirespeed.serve.instances import Instance, InstanceDied, Joined, make_instance
 from wirespeed.serve.padding import cut, pad, sizes_of
@@ -50,6 +51,12 @@ class Model:
         self.outputs: tuple[TensorSpec, ...] = config.output
         self.platform = ""
         self.statistics = ModelStatistics()
+        self.origin = ""
+        """The version of the repository that it is, where it is one."""
+        self.drift: Drift | None = None
+        """How its answers differ from those of what it replaced, where it has a reference batch."""
+        self.is_stale = False
+        """Whether it may be another version than it should be, for longer than is allowed: it is not ready then."""
         self._on_news = on_news
         self._loop = asyncio.get_running_loop()
         self._batcher = Batcher(config.policy)
@@ -64,8 +71,8 @@ class Model:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be run."""
-        return bool(self._instances) and not self._is_closing
+        """Whether requests should come here."""
+        return bool(self._instances) and not self._is_closing and not self.is_stale
 
     @property
     def is_recovering(self) -> bool:

@@ -1,7 +1,8 @@
 """The models of one server: a folder of model folders, what is loaded of it, and the change of a version.
 
 Loading a model that is already loaded starts the new instances first, then sends new requests to them, then lets the
-old ones finish what they have: no request is dropped, and memory holds both for that while.
+old ones finish what they have: no request is dropped, and memory holds both for that while. A model with a reference
+batch is compared with what is live before that (``drift``).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import msgspec
 from wirespeed import wire
 from wirespeed.errors import DataError, MissingCapability, PeerFailure, UsageError
 from wirespeed.serve.config import FILE_NAME, ModelConfig, read_config
+from wirespeed.serve.drift import measure_drift
 from wirespeed.serve.model import Model
 from wirespeed.serve.staged import StagedModel, in_order
 from wirespeed.serve.status import Reason, RequestFailed
+from wirespeed.units import format_percent
 
 DRAIN_S = 30.0
 
@@ -161,11 +164,38 @@ class ModelRepository:
                     )
                 raise RequestFailed(f"failed to load {name!r}: {fault}", reason=Reason.FAILED) from fault
             before = self._models.get(name)
+            if before is not None:
+                try:
+                    await self._compare(before, model)
+                except RequestFailed:
+                    await model.close()
+                    raise
             self._models[name] = model
             self._states[name] = Listed(name=name, version=config.version, state="READY")
             if before is not None:
                 self._retire(before)
             return model
+
+    async def _compare(self, live: Model, coming: Model) -> None:
+        """Report how the answers change. Raises RequestFailed where they change more than the model allows."""
+        name, limit = coming.config.name, coming.config.reference.max_drift
+        try:
+            drift = await measure_drift(live, coming)
+        except DataError as fault:
+            raise RequestFailed(f"failed to load {name!r}: {fault}", reason=Reason.FAILED) from fault
+        except RequestFailed as fault:
+            raise RequestFailed(
+                f"failed to load {name!r}: its reference batch: {fault}", reason=Reason.FAILED
+            ) from fault
+        if drift is None:
+            return
+        coming.drift = drift
+        if drift.worst > limit:
+            raise RequestFailed(
+                f"failed to load {name!r}: {drift}, of which {format_percent(limit)} is allowed; what was live stays",
+                reason=Reason.FAILED,
+            )
+        self._on_news(f"update of {name!r}: {drift}")
 
     async def unload(self, name: str) -> None:
         """Unload; what is queued and running is finished first, in the background. Raises RequestFailed: NOT_FOUND."""
@@ -207,12 +237,12 @@ def parse_overrides(config_json: str) -> dict[str, Any]:
     for key, value in given.items() if isinstance(given, dict) else []:
         if key == "max_batch_size":
             overrides.setdefault("batching", {})["max_rows"] = value
-        elif key in ("batching", "queue", "instances", "parameters") and isinstance(value, dict):
+        elif key in ("batching", "queue", "instances", "parameters", "reference") and isinstance(value, dict):
             overrides.setdefault(key, {}).update(value)
         elif key not in ("name", "backend", "platform"):
             raise RequestFailed(
                 f"failed to load: the config parameter changes {key!r}",
                 reason=Reason.INVALID,
-                expected="max_batch_size, batching, queue, instances or parameters",
+                expected="max_batch_size, batching, queue, instances, parameters or reference",
             )
     return overrides

@@ -7,6 +7,7 @@ At SIGTERM it stops saying that it is ready, refuses new requests with UNAVAILAB
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from wirespeed.errors import UsageError
 from wirespeed.serve._generated import POOL
 from wirespeed.serve.cluster import Cluster, Wanted
 from wirespeed.serve.doors import Desk
+from wirespeed.serve.following import Follower
 from wirespeed.serve.grpc_v2 import PREDICT_SERVICE, SERVICE, GrpcDoor
 from wirespeed.serve.http import HttpDoor
 from wirespeed.serve.node import NodeDoor
@@ -32,6 +34,7 @@ from wirespeed.serve.repository import ModelRepository
 from wirespeed.serve.routed import RoutedRepository
 from wirespeed.serve.router import Router
 from wirespeed.serve.shared_memory import SharedMemory
+from wirespeed.serve.shelf import Shelf
 from wirespeed.units import MIB
 from wirespeed.wire.security import Security
 from wirespeed.wire.sockets import name_of, split_address
@@ -61,6 +64,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     reuse_port: bool = False
     is_client_memory_allowed: bool = False
     keepalive_s: float = 30.0
+    follow_s: float | None = None
+    """How often the store is asked where the aliases point that are served; None: never."""
+    max_stale_s: float = math.inf
+    """Without an answer for so long the models are not ready."""
 
     def __post_init__(self) -> None:
         addresses = (self.grpc_address, self.http_address, self.node_address)
@@ -75,15 +82,30 @@ class InferenceServer:
     """See the module. ``start``, then ``close``."""
 
     def __init__(
-        self, folder: Path | None, options: ServeOptions, *, on_news: Callable[[str], None] = lambda _: None
+        self,
+        folder: Path | None,
+        options: ServeOptions,
+        *,
+        shelf: Shelf | None = None,
+        on_news: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.options = options
+        self._shelf = shelf
         self.models = _repository(folder, options, on_news)
         self.memory = SharedMemory(is_allowed=options.is_client_memory_allowed)
         self.desk = Desk(self.models, self.memory, server_name=options.server_name, token=options.security.token)
         self.grpc_address = ""
         """Where it listens, with the port that the kernel chose; empty where the door is closed."""
         self.http_address = ""
+        self._follower: Follower | None = None
+        if options.follow_s is not None:
+            if shelf is None:
+                raise UsageError("got --follow and models that are elsewhere", expected="repo:NAME@ALIAS on this host")
+            self._follower = Follower(
+                self.models, shelf, every_s=options.follow_s, max_stale_s=options.max_stale_s, on_news=on_news
+            )
+            self.desk.staleness_s = self._follower.staleness_s
+        self._following: asyncio.Task[None] | None = None
         self._node = NodeDoor(self.models)
         self._grpc: Any = None
         self._health: Any = None
@@ -100,6 +122,8 @@ class InferenceServer:
         try:
             if load_all:
                 await self.models.load_all()
+            for name, model in self.models.models.items():
+                model.origin = "" if self._shelf is None else self._shelf.labels.get(name, "")
             if self.options.grpc_address is not None:
                 await self._open_grpc(self.options.grpc_address)
             if self.options.http_address is not None:
@@ -108,6 +132,8 @@ class InferenceServer:
                 await self._node.open(
                     self.options.node_address, security=self.options.security, reuse_port=self.options.reuse_port
                 )
+            if self._follower is not None:
+                self._following = asyncio.get_running_loop().create_task(self._follower.run())
         except BaseException:
             await self.close(drain_s=0)
             raise
@@ -116,6 +142,9 @@ class InferenceServer:
         """Refuse new requests, finish those under way within ``drain_s`` (default: the option), close everything."""
         drain_s = self.options.drain_s if drain_s is None else drain_s
         self.desk.is_draining = True
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait((self._following,))
         self._node.begin_drain()
         if self._health is not None:
             await self._health.enter_graceful_shutdown()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 from wirespeed.serve.server import InferenceServer, ServeOptions
+from wirespeed.serve.shelf import Shelf
 from wirespeed.wire.loops import new_event_loop
 
 
 def run_service(
-    folder: Path | None,
+    shelf: Shelf | None,
     options: ServeOptions,
     *,
     when_open: Callable[[InferenceServer], None],
@@ -20,11 +20,11 @@ def run_service(
 ) -> None:
     """Serve until SIGTERM or SIGINT. A second signal ends it without waiting for requests."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(folder, options, when_open, on_news))
+        runner.run(_serve(shelf, options, when_open, on_news))
 
 
 async def _serve(
-    folder: Path | None,
+    shelf: Shelf | None,
     options: ServeOptions,
     when_open: Callable[[InferenceServer], None],
     on_news: Callable[[str], None],
@@ -37,7 +37,7 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave)
-    server = InferenceServer(folder, options, on_news=on_news)
+    server = InferenceServer(None if shelf is None else shelf.folder, options, shelf=shelf, on_news=on_news)
     starting = loop.create_task(server.start())
     leaving = loop.create_task(asked.wait())
     await asyncio.wait((starting, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -61,7 +61,11 @@ class StagedModel(Model):
     @property
     def is_ready(self) -> bool:
         """Whether every stage is."""
-        return not self._is_closing and all(self._is_stage_ready(stage) for stage in self.config.stages)
+        return (
+            not self._is_closing
+            and not self.is_stale
+            and all(self._is_stage_ready(stage) for stage in self.config.stages)
+        )
 
     @property
     def is_recovering(self) -> bool:

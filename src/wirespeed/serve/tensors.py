@@ -160,7 +160,7 @@ def from_array(name: str, array: np.ndarray[Any, Any], *, datatype: str | None =
         return Tensor(name, "BYTES", array.shape, b"".join(parts))
     wanted = np.dtype(_NUMPY[datatype])
     if array.dtype != wanted:
-        raise DataError(f"output {name!r} is of {array.dtype}", expected=f"{datatype} ({wanted})")
+        raise DataError(f"array {name!r} is of {array.dtype}", expected=f"{datatype} ({wanted})")
     flat = np.ascontiguousarray(array)
     return Tensor(name, datatype, array.shape, memoryview(flat.reshape(-1).view(np.uint8).data))
 
