@@ -67,6 +67,10 @@ def push(
         bool, typer.Option("--compress", help="Byte planes + zstd where it pays: less to store.")
     ] = False,
     as_is: Annotated[bool, typer.Option("--as-is", help="Take .safetensors files as plain bytes.")] = False,
+    quantize: Annotated[
+        bool,
+        typer.Option("--quantize", help="Round the weights' changes to the parent's to 8 bits: smaller, not exact."),
+    ] = False,
     repair: Annotated[
         bool, typer.Option("--repair", help="Upload everything again: replaces damaged objects of this epoch.")
     ] = False,
@@ -81,11 +85,16 @@ def push(
 
     What the store holds already is not sent again; an interrupted push is gone on with by the next one.
 
+    With --quantize the version is not what the files are, but its parent plus their changes in 8 bits, for updates in
+    which every weight moves. The next push makes up for what this one rounded.
+
     Examples:
 
       wirespeed repo push ./llama s3://bucket/models --name llama
 
       wirespeed repo push ./step-2000 -r s3://bucket/models -n run-7 --parent v12 --alias latest
+
+      wirespeed repo push ./tuned -r s3://bucket/models -n llama --parent prod --quantize --alias prod
     """
     from wirespeed.cli.signals import terminable
     from wirespeed.repo.aliases import set_alias
@@ -98,8 +107,9 @@ def push(
     started_s = time.perf_counter()
     with _progress("push") as progress, terminable():
         pushed = repository.push(
-            path, name, parent=parent, message=message, is_compressed=compress, is_as_is=as_is, is_repair=repair,
-            link_bit_per_s=None if link is None else units.parse_rate(link), sign_with=sign, progress=progress,
+            path, name, parent=parent, message=message, is_compressed=compress, is_as_is=as_is, is_quantized=quantize,
+            is_repair=repair, link_bit_per_s=None if link is None else units.parse_rate(link), sign_with=sign,
+            progress=progress,
         )  # fmt: skip
     if alias is not None:
         set_alias(repository.store, name, alias, pushed.version.number, message=message)

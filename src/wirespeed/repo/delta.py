@@ -6,7 +6,8 @@ coded is the difference modulo 2^bits, zigzag (0, -1, 1, -2 ... become 0, 1, 2, 
 moves the integer by little, whereas XOR turns a carry into many bits.
 
 ``sparse``: distances between changed elements as bytes (255 carries on), then the differences of those, as planes.
-``diff``: the differences of all elements as byte planes. ``planes``: the elements themselves as byte planes.
+``diff``: the differences of all elements as byte planes. ``planes``: the elements themselves as byte planes. ``int8``
+(see ``quantize``) is the one that was not exact when it was made; what it stands for is.
 
 Nothing here verifies: callers hold what comes out against the chunk's digest, so that a wrong base is never silent.
 
@@ -26,6 +27,7 @@ import numpy.typing as npt
 
 from wirespeed.errors import DataError
 from wirespeed.repo import planes as planes_store
+from wirespeed.repo import quantize
 from wirespeed.repo.manifest import DELTAS, Encoding
 
 SPARSE_LIMIT = 0.30
@@ -135,6 +137,9 @@ def decode(
             case "sparse":
                 assert base is not None
                 decoded = _unsparse(payload, _elements(base, width), width)
+            case "int8":
+                assert base is not None
+                decoded = quantize.dequantize(payload, base, width=width)
     except (ValueError, IndexError, OverflowError) as fault:
         raise DataError(f"a chunk of encoding {encoding!r} is damaged: {fault}") from fault
     flat: memoryview = decoded.view(np.uint8).reshape(-1).data

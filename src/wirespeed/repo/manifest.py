@@ -26,9 +26,9 @@ MAX_DEPTH = 64
 """No reader follows a longer chain of deltas, whatever a writer did."""
 _MAGIC = b"WSM1"
 
-Encoding = Literal["raw", "zstd", "planes", "sparse", "diff"]
-"""``raw``: the bytes. ``zstd``, ``planes``: compressed alone. ``sparse``, ``diff``: against a base chunk."""
-DELTAS: frozenset[str] = frozenset({"sparse", "diff"})
+Encoding = Literal["raw", "zstd", "planes", "sparse", "diff", "int8"]
+"""``raw``: the bytes. ``zstd``, ``planes``: compressed alone. ``sparse``, ``diff``, ``int8``: against a base chunk."""
+DELTAS: frozenset[str] = frozenset({"sparse", "diff", "int8"})
 
 
 class ObjectRef(msgspec.Struct, frozen=True, array_like=True):

@@ -73,6 +73,7 @@ def push(
     who: str = "",
     is_compressed: bool = False,
     is_as_is: bool = False,
+    is_quantized: bool = False,
     is_repair: bool = False,
     link_bit_per_s: float | None = None,
     lease_s: float = LEASE_S,
@@ -83,9 +84,15 @@ def push(
 
     With ``parent``, tensors that changed are sent as differences to it. ``link_bit_per_s`` is how fast readers are
     reached: above what they can decode, bytes are sent as they are. ``progress`` is told (done, total) bytes. ``seal``
-    signs the version just before it is committed.
+    signs the version just before it is committed. ``is_quantized``: changes of weights to the parent's are rounded to 8
+    bits, and the version is what that makes of the files (see ``quantize``).
     """
     names.check_name(name)
+    if is_quantized and (parent is None or is_as_is):
+        raise UsageError(
+            "got --quantize " + ("with --as-is" if is_as_is else "without a parent"),
+            expected="--parent, whose weights the changes are to",
+        )
     if not path.exists():
         raise UsageError(f"got {path}, which does not exist", expected="a folder or a file")
     _begin(store)
@@ -96,7 +103,7 @@ def push(
             store, view, name, parent=parent, read_manifest=read_manifest, source_of=source_of,
             is_compressed=is_compressed, is_repair=is_repair, link_bit_per_s=link_bit_per_s,
         )  # fmt: skip
-        manifest = _read_all(uploader, path, is_as_is=is_as_is, progress=progress)
+        manifest = _read_all(uploader, path, is_as_is=is_as_is, is_quantized=is_quantized, progress=progress)
         version = commit(claim, uploader, manifest, parent=parent, message=message, seal=seal)
     return report(version, uploader.sent, has_conditions=store.can_create)
 
@@ -233,7 +240,9 @@ def walk(root: Path) -> tuple[list[str], list[str]]:
     return sorted(files), sorted(empty)
 
 
-def _read_all(uploader: Uploader, path: Path, *, is_as_is: bool, progress: Callable[[int, int], None]) -> Manifest:
+def _read_all(
+    uploader: Uploader, path: Path, *, is_as_is: bool, is_quantized: bool, progress: Callable[[int, int], None]
+) -> Manifest:
     if path.is_dir():
         files, empty = walk(path)
         roots = [(relative, path / relative) for relative in files]
@@ -247,7 +256,9 @@ def _read_all(uploader: Uploader, path: Path, *, is_as_is: bool, progress: Calla
     pool = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="wirespeed-push")
     try:
         for relative, real in roots:
-            file = _read_file(uploader, pool, room, buffers, relative, real, is_as_is=is_as_is)
+            file = _read_file(
+                uploader, pool, room, buffers, relative, real, is_as_is=is_as_is, is_quantized=is_quantized
+            )
             made.append(file)
             done += file.size_bytes
             progress(done, total)
@@ -305,6 +316,7 @@ def _read_file(  # noqa: PLR0917 - one caller
     real: Path,
     *,
     is_as_is: bool,
+    is_quantized: bool,
 ) -> _File:
     try:
         handle = os.open(real, os.O_RDONLY | os.O_CLOEXEC)
@@ -315,14 +327,21 @@ def _read_file(  # noqa: PLR0917 - one caller
         file = _File(relative, before.st_size, bool(before.st_mode & modes.S_IXUSR))
         layout = layout_of("" if is_as_is else str(real), handle=handle, size_bytes=before.st_size)
         file.tensors = layout.tensors
+        dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
         hasher = hashlib.sha256()
         read = _Reader(handle, real, buffers)
         pieces: Iterator[Piece] = iter(layout.pieces) if layout.pieces is not None else cut_stream(read, before.st_size)
         for piece in pieces:
             room.take(piece.length)
             content = read(piece.offset, piece.length)
+            rounded = None
+            if is_quantized and piece.key is not None:
+                rounded = uploader.rounded(content, dtype=dtypes[piece.key[0]], key=piece.key)
+                content = content if rounded is None else rounded.content
             hasher.update(content)
-            future = pool.submit(uploader.add, content, width=piece.width, key=piece.key, ticket=uploader.ticket())
+            future = pool.submit(
+                uploader.add, content, width=piece.width, key=piece.key, ticket=uploader.ticket(), rounded=rounded
+            )
             num_bytes = piece.length
             future.add_done_callback(
                 lambda done, num_bytes=num_bytes: room.give(

@@ -161,6 +161,7 @@ class Repository:
         who: str = "",
         is_compressed: bool = False,
         is_as_is: bool = False,
+        is_quantized: bool = False,
         is_repair: bool = False,
         link_bit_per_s: float | None = None,
         lease_s: float = LEASE_S,
@@ -176,8 +177,8 @@ class Repository:
         return push(
             self.store, Path(path), name, parent=base, read_manifest=self.manifest,
             source_of=self.source, message=message, who=who, is_compressed=is_compressed, is_as_is=is_as_is,
-            is_repair=is_repair, link_bit_per_s=link_bit_per_s, lease_s=lease_s, progress=progress,
-            seal=lambda version: version if key is None else signing.sign(version, key),
+            is_quantized=is_quantized, is_repair=is_repair, link_bit_per_s=link_bit_per_s, lease_s=lease_s,
+            progress=progress, seal=lambda version: version if key is None else signing.sign(version, key),
         )  # fmt: skip
 
     def pull(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import cast
 
 import msgspec
 
@@ -18,6 +19,7 @@ from wirespeed.repo.chunks import PIECE_BYTES
 from wirespeed.repo.fetch import Source
 from wirespeed.repo.gc import View
 from wirespeed.repo.manifest import Chunk, Encoding, Manifest, ObjectRef
+from wirespeed.repo.quantize import DTYPES, WIDTHS, Dtype, quantize
 from wirespeed.repo.store import Store
 
 OWN_OBJECT_BYTES = 1024**2
@@ -39,6 +41,14 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     encoding: Encoding = "raw"
     width: int = 1
     base: bytes | None = None
+
+
+class Rounded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chunk becomes where its change may be rounded, and its form against the base (a digest)."""
+
+    content: memoryview
+    small: delta.Encoded
+    base: bytes
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,13 +162,38 @@ class Uploader:
             self._num_tickets += 1
             return self._num_tickets - 1
 
+    def rounded(self, content: memoryview, *, dtype: str, key: tuple[str, int]) -> Rounded | None:
+        """This part of a tensor with its change to the parent's in 8 bits, or exact where that is as small.
+
+        None where it has no parent to rest on, or not enough of it changed.
+        """
+        found = self._base_of(key, len(content))
+        if found is None or self._base is None or dtype not in DTYPES:
+            return None
+        index, digest = found
+        base = self._base.source.read(index)
+        made = quantize(base, content, dtype=cast("Dtype", dtype))
+        if made is None:
+            return None
+        exact = delta.encode_delta(base, content, width=WIDTHS[dtype])
+        if exact is not None and len(exact.payload) <= len(made[1]):
+            # Small steps of 16-bit weights: nothing is won by rounding.
+            return Rounded(content=content, small=exact, base=digest)
+        return Rounded(content=made[0], small=delta.Encoded(encoding="int8", payload=made[1]), base=digest)
+
     def add(
-        self, content: memoryview, *, width: int = 1, key: tuple[str, int] | None = None, ticket: int | None = None
+        self,
+        content: memoryview,
+        *,
+        width: int = 1,
+        key: tuple[str, int] | None = None,
+        ticket: int | None = None,
+        rounded: Rounded | None = None,
     ) -> bytes:
-        """Have this chunk in the store, now or at ``finish``. Gives its digest."""
+        """Have this chunk in the store, now or at ``finish``. Gives its digest. ``rounded``: it is that one's."""
         turn = _Turn(self, self.ticket() if ticket is None else ticket)
         try:
-            return self._add(content, width, key, turn)
+            return self._add(content, width, key, turn, rounded)
         finally:
             turn.take(None)
 
@@ -180,7 +215,9 @@ class Uploader:
         for pack in full:
             self._flush(pack)
 
-    def _add(self, content: memoryview, width: int, key: tuple[str, int] | None, turn: _Turn) -> bytes:
+    def _add(
+        self, content: memoryview, width: int, key: tuple[str, int] | None, turn: _Turn, rounded: Rounded | None
+    ) -> bytes:
         from blake3 import blake3
 
         digest = blake3(content).digest()
@@ -198,7 +235,7 @@ class Uploader:
             turn.take(None)
             other.wait(timeout=600)
         try:
-            self._store(digest, content, width, key, turn)
+            self._store(digest, content, width, key, turn, rounded)
         finally:
             with self._lock:
                 self._in_flight.pop(digest).set()
@@ -214,8 +251,21 @@ class Uploader:
         starts = range(0, len(content), PIECE_BYTES)
         return list(pool.map(add, starts, [self.ticket() for _ in starts]))
 
-    def _store(self, digest: bytes, content: memoryview, width: int, key: tuple[str, int] | None, turn: _Turn) -> None:
-        small, base = self._smaller(content, width, key)
+    def _store(  # noqa: PLR0917 - one caller
+        self,
+        digest: bytes,
+        content: memoryview,
+        width: int,
+        key: tuple[str, int] | None,
+        turn: _Turn,
+        rounded: Rounded | None,
+    ) -> None:
+        small: delta.Encoded | None
+        base: bytes | None
+        if rounded is not None:
+            small, base = rounded.small, rounded.base
+        else:
+            small, base = self._smaller(content, width, key)
         payload: memoryview | bytes = content if small is None else small.payload
         encoding: Encoding = "raw" if small is None else small.encoding
 
@@ -249,19 +299,28 @@ class Uploader:
     def _smaller(
         self, content: memoryview, width: int, key: tuple[str, int] | None
     ) -> tuple[delta.Encoded | None, bytes | None]:
-        index = None if self._base is None or key is None else self._base.by_key.get(key)
-        if index is not None and self._base is not None:
-            old = self._base.manifest.chunks[index]
-            known = self._known.get(old.digest)
-            if old.length == len(content) and known is not None and self._may_rest_on(known, len(content)):
-                found = delta.encode_delta(self._base.source.read(index), content, width=width)
-                if found is not None and self._decide(len(content), len(found.payload)):
-                    return found, old.digest
+        base = None if key is None else self._base_of(key, len(content))
+        if base is not None and self._base is not None:
+            index, digest = base
+            found = delta.encode_delta(self._base.source.read(index), content, width=width)
+            if found is not None and self._decide(len(content), len(found.payload)):
+                return found, digest
         if self._is_compressed:
             found = delta.encode_alone(content, width=width)
             if found is not None and self._decide(len(content), len(found.payload)):
                 return found, None
         return None, None
+
+    def _base_of(self, key: tuple[str, int], length: int) -> tuple[int, bytes] | None:
+        """The parent's chunk of this part, by index and digest, where a difference may rest on it."""
+        index = None if self._base is None else self._base.by_key.get(key)
+        if index is None or self._base is None:
+            return None
+        old = self._base.manifest.chunks[index]
+        known = self._known.get(old.digest)
+        if old.length != length or known is None or not self._may_rest_on(known, length):
+            return None
+        return index, old.digest
 
     def _may_rest_on(self, stored: Stored, length: int) -> bool:
         depth, delta_bytes = 0, 0
