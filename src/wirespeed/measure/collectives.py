@@ -4,7 +4,8 @@ Every run fills its buffers with small whole numbers that depend on rank and run
 is then checked element by element outside the timed region; the time of a run is that of its slowest rank. Ranks leave
 the meeting a few tens of microseconds apart, which small sizes include. Sizes ascend over all collectives: a deadline
 costs the largest sizes first, and the record's notes say what was left out. What was measured while a virtual machine's
-neighbours took some of its CPU is measured once more at the end, and the quieter of the two counts.
+neighbours took some of its CPU is measured once more at the end, and the quieter of the two counts; so is what moves
+fewer bytes per second than a smaller size did, of which the faster counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from statistics import fmean
+from statistics import fmean, median
 from typing import get_args
 
 import psutil
@@ -47,6 +48,8 @@ SETTLING_MEETINGS = 30
 """Before the first case: what runs first on new connections and threads read up to ten times too slow."""
 AGAIN_SHARE = 0.5
 """Of the deadline, beyond it, for what was disturbed."""
+FALLING = 0.95
+"""Of the rate of a smaller size: a larger one below it is measured once more."""
 _IDENTITY_BYTES = 1024
 _NETWORK_FAULT = re.compile(r"(?i)connect|peer|timed? ?out|socket|broken pipe|network|store|unreachable|nccl")
 
@@ -318,26 +321,48 @@ def _time_again(  # noqa: PLR0917
     progress: Callable[[str], None] | None,
     notes: list[str],
 ) -> None:
-    """Replace what was disturbed by quieter measurements, the most disturbed first, as far as the time goes."""
+    """Replace what was disturbed by quieter measurements, the most disturbed first, as far as the time goes.
+
+    Then what moves fewer bytes per second than a smaller size did: what is so by nature is so again, and stays.
+    """
+
+    def again(place: int) -> _Timed | None:
+        before, sample = timed[place], timed[place].sample
+        (end_s,) = group.agree([time.monotonic() + before.wall_s - until_s], dist.ReduceOp.MAX)
+        if end_s > 0:
+            return None
+        if progress is not None:
+            progress(f"{sample.collective} {sample.dtype} {format_size(sample.size_bytes)}, again")
+        return _time_case(group, sample.collective, sample.dtype, sample.size_bytes, repeats, warmup)
+
     disturbed = [place for place in range(len(timed)) if timed[place].steal_share > DISTURBING_SHARE]
     num_better = 0
     for place in sorted(disturbed, key=lambda place: -timed[place].steal_share):
-        before = timed[place]
-        (end_s,) = group.agree([time.monotonic() + before.wall_s - until_s], dist.ReduceOp.MAX)
-        if end_s > 0:
-            continue
-        sample = before.sample
-        if progress is not None:
-            progress(f"{sample.collective} {sample.dtype} {format_size(sample.size_bytes)}, again")
-        again = _time_case(group, sample.collective, sample.dtype, sample.size_bytes, repeats, warmup)
-        if again.steal_share < before.steal_share:
-            timed[place] = again
+        if (found := again(place)) is not None and found.steal_share < timed[place].steal_share:
+            timed[place] = found
             num_better += 1
     if disturbed:
         notes.append(
             f"{len(disturbed)} of {len(timed)} cases ran while neighbours of this machine took more than "
             f"{DISTURBING_SHARE:.0%} of its CPU; {num_better} were replaced by quieter ones"
         )
+    for place in falling([held.sample for held in timed]):
+        found = again(place)
+        if found is not None and median(found.sample.times_s) < median(timed[place].sample.times_s):
+            timed[place] = found
+
+
+def falling(samples: Sequence[CollectiveSample]) -> list[int]:
+    """Places of samples that move fewer bytes per second than a smaller size of the same kind did."""
+    best: dict[tuple[str, str], float] = {}
+    found = []
+    for place in sorted(range(len(samples)), key=lambda place: samples[place].size_bytes):
+        sample = samples[place]
+        kind, rate = (sample.collective, sample.dtype), sample.size_bytes / median(sample.times_s)
+        if rate < FALLING * best.get(kind, 0.0):
+            found.append(place)
+        best[kind] = max(rate, best.get(kind, 0.0))
+    return found
 
 
 def _projected_s(past: Sequence[tuple[int, float]], size_bytes: int) -> float:
