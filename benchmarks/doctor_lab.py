@@ -157,7 +157,7 @@ def run_once(kind: str, seed: int) -> dict[str, Any]:
             "--duration", DURATION, "--congestion", "cubic", "--json",
         ]  # fmt: skip
         with during:
-            result = lab.run(command, timeout_s=180, on_line=on_line)
+            result = lab.run(command, timeout_s=300, on_line=on_line)
     seconds = round(time.monotonic() - started_at, 1)
     if result.returncode not in (0, 1) or not out:
         found, dropped = [("failed", "\n".join(err)[-300:])], []

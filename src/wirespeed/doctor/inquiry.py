@@ -25,6 +25,8 @@ NUM_PINGS = 20
 """Round trips are only needed to know how long slow start takes."""
 MAX_PASSES = 8
 """After ``PASSES`` only what stands and is not settled is measured on, the last number of repeats each time."""
+MAX_ROUNDS = 160
+"""Beyond the first measurement: after so many it is judged by what is known."""
 
 
 class FabricReport(Record, frozen=True, kw_only=True, tag="fabric_report"):
@@ -55,9 +57,15 @@ class Inquiry:
         self._again: list[LinksRecord] = []
         self._seen: tuple[MatrixReport, Matrix] | None = None
         self._is_second = False
+        self._num_rounds = 0
 
     def follow_up(self, record: LinksRecord) -> Schedule:
         """Given what was measured last, the rounds to measure next; none when it is known enough."""
+        table = self._next(record)
+        self._num_rounds += len(table)
+        return table if self._num_rounds <= MAX_ROUNDS or self._seen is None else ()
+
+    def _next(self, record: LinksRecord) -> Schedule:
         if self._seen is not None:
             self._again.append(record)
             done = len(self._again)

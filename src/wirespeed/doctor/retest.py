@@ -15,7 +15,7 @@ from statistics import median
 import msgspec
 
 from wirespeed.doctor.check import Evidence, Finding
-from wirespeed.doctor.matrix import SLOW, UNSTEADY, Cell, Matrix, MatrixReport, slowest_by_far
+from wirespeed.doctor.matrix import SLOW, UNSTEADY, Cell, Matrix, MatrixReport, reached, slowest_by_far
 from wirespeed.measure.links import Schedule, rounds
 from wirespeed.records import LinksRecord
 from wirespeed.units import format_percent, format_rate
@@ -156,18 +156,25 @@ class Again:
 
     def __init__(self, record: LinksRecord, usual: float) -> None:
         self.shares: dict[Cell, list[float]] = defaultdict(list)
+        self.windows: dict[Cell, list[list[float]]] = defaultdict(list)
         self.dips: dict[Cell, float] = {}
         self.together: set[Cell] = set()
         """What was measured with all hosts of a rack: it says nothing of each of them."""
         for sample in record.samples:
             if sample.bit_per_s and not sample.is_bidirectional:
                 cell = (sample.source, sample.target)
-                self.shares[cell].append(median(sample.bit_per_s) / usual)
+                self.shares[cell].append(reached(sample.bit_per_s) / usual)
+                self.windows[cell].append([rate / usual for rate in sample.bit_per_s])
                 self.dips[cell] = min(self.dips.get(cell, 1.0), min(sample.bit_per_s) / max(1.0, *sample.bit_per_s))
 
     def alone(self) -> list[Cell]:
         """Pairs that were measured by themselves."""
         return [cell for cell in self.shares if cell not in self.together]
+
+    def sums(self, cells: Sequence[Cell]) -> list[list[float]]:
+        """Of cells that were measured together: per repeat what they carried in each window, all together."""
+        repeats = zip(*(self.windows.get(cell, []) for cell in cells), strict=False)
+        return [[sum(shares) for shares in zip(*windows, strict=False)] for windows in repeats]
 
     def best(self, cell: Cell) -> float:
         """The best of the repeats: a slow path is never fast, a busy machine is not always slow."""
@@ -202,21 +209,30 @@ def left_of(report: MatrixReport, again: LinksRecord, matrix: Matrix, num_passes
 
 
 def _is_settled(finding: Finding, again: LinksRecord, report: MatrixReport, matrix: Matrix) -> bool:
-    """Whether what is slow reached the same rate four times, and never more."""
+    """Whether what is slow came to the same rate four times, and never to more.
+
+    By the best window of each repeat: a limit shows in one of them even while the machine is busy, and what only the
+    machine made slow comes to another rate each time.
+    """
     held = Again(again, report.usual_bit_per_s)
     if finding.id == "link.slow-uplink":
         pairs = _together(finding, matrix, report)
-        ways = [[held.shares.get(cell, []) for cell in cells] for cells in (pairs, [(b, a) for a, b in pairs])]
-        sums = [[sum(shares) / len(pairs) for shares in zip(*way, strict=False)] for way in ways]
-        series = [min(sums, key=lambda levels: max(levels, default=math.inf))]
+        ways = [held.sums(cells) for cells in (pairs, [(b, a) for a, b in pairs])]
+        peaks = [[max(windows) / len(pairs) for windows in way] for way in ways]
+        series = [min(peaks, key=lambda levels: max(levels, default=math.inf))]
     else:
         words = finding.subject.split(" ")
-        pair = {words[0], words[-1]}
+        alone = held.alone()
+        if finding.id == "link.slow-path":
+            cells = [cell for cell in alone if set(cell) == {words[0], words[-1]}]
+        else:  # each side with its best partner: that is what a side is judged by
+            sides = [[cell for cell in alone if cell[end] == finding.subject] for end in (0, 1)]
+            cells = [max(side, key=held.best) for side in sides if side]
         first = {cell: rate / report.usual_bit_per_s for cell, rate in matrix.bit_per_s.items()}
         # What the first passes saw counts: a limit holds then too.
-        series = [[*held.shares[cell], first.get(cell, 0.0)] for cell in held.alone() if pair <= set(cell)]
-    slow = [sorted(levels, reverse=True) for levels in series if levels and max(levels) < SLOW]
-    return all(len(levels) >= 4 and levels[0] - levels[3] <= SETTLED * levels[0] for levels in slow)
+        series = [[*map(max, held.windows[cell]), first.get(cell, 0.0)] for cell in cells if held.best(cell) < SLOW]
+    best = [sorted(levels, reverse=True) for levels in series if levels]
+    return all(len(levels) >= 4 and levels[0] - levels[3] <= SETTLED * levels[0] for levels in best)
 
 
 _NOT_AGAIN = f"not measured again, as there were more than {MAX_SUSPECTS} suspects"
@@ -337,7 +353,7 @@ def _uplink_again(
         # Hosts of a group that is only known by being slow together are not slow themselves.
         alone = [min(_alone(held, cells, report, s, 0), _alone(held, cells, report, t, 1)) for s, t in cells]
         possible = max(sum(alone), 1e-9) if matrix.racks else float(len(cells))
-        ratio = max(sum(shares) for shares in zip(*(held.shares[cell] for cell in cells), strict=False)) / possible
+        ratio = max(reached(windows) for windows in held.sums(cells)) / possible
         worst = min(worst, (ratio, cells))
     ratio, cells = worst
     if not cells:
