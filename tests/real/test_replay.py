@@ -137,10 +137,12 @@ def test_a_replay_compares_every_strategy_in_the_buckets_of_full_size(tmp_path):
             first_bucket_bytes=min(first_bucket_bytes(50.0), strategy.bucket_bytes),
         )
         (block,) = [b for b in results[0].blocks if b.name == arm.name]
+        # Dense is DDP's own business: of its buckets only the last is noted.
+        noted = planned[-1:] if arm.name == "dense" else planned
         for step in block.steps:
-            assert len(step.bucket_ready_s) == len(planned)
+            assert len(step.bucket_ready_s) == len(noted)
             # Never before the gradient that fills it; backward counts from the end of forward.
-            for at, bucket in zip(step.bucket_ready_s, planned, strict=True):
+            for at, bucket in zip(step.bucket_ready_s, noted, strict=True):
                 assert at >= bucket.ready_s - 2e-3
     assert from_json(to_json(record), ReplayRecord) == record
 

@@ -111,6 +111,80 @@ def test_accumulation_without_synchronisation_sends_once(tmp_path):
     assert results[0]["stated"] == results[0]["expected"]
 
 
+def test_dense_leaves_the_reduction_to_ddp_and_still_tells_where_the_time_goes(tmp_path):
+    results = fine(
+        """
+        import contextlib, time
+
+        model = make_model()
+        ddp = DDP(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        session = wirespeed.train.attach(ddp, optimizer, strategy="dense")
+        hooks = [len(ddp._comm_hooks)]
+        for step in range(12):
+            for accumulating in (True, False):  # of two backwards the second exchanges
+                x, y = batch(2 * step + accumulating)
+                with ddp.no_sync() if accumulating else contextlib.nullcontext():
+                    torch.nn.functional.mse_loss(ddp(x), y).backward()
+            if rank == 1:
+                time.sleep(0.02)  # before the next forward: the others wait in their exchange
+            optimizer.step()
+            optimizer.zero_grad()
+        told = session.report()
+        num_elements = sum(p.numel() for p in model.parameters())
+        for strategy in (Strategy(codec="int8"), Strategy()):  # of one bucket size
+            session.switch(strategy)
+            hooks.append(len(ddp._comm_hooks))
+            for step in range(3):
+                x, y = batch(step)
+                torch.nn.functional.mse_loss(ddp(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        session.detach()
+        left = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+        report(
+            hooks=hooks, left=left, agree=agree(model), steps=told.num_steps, exposed_s=told.breakdown.exposed_s,
+            backward_s=told.breakdown.backward_s, stated=told.stated_bytes_per_step,
+            expected=Strategy().wire_bytes(num_elements, num_ranks),
+        )
+        """,
+        tmp_path,
+    )
+    for told in results:
+        assert told["hooks"] == [0, 1, 0]
+        assert told["left"] == 0
+        assert told["agree"]
+        assert told["steps"] == 12
+        assert told["stated"] == told["expected"]
+        assert told["backward_s"] > 0
+    assert results[0]["exposed_s"] > 0.01
+
+
+def test_under_dense_an_error_of_the_backend_is_explained_behind_its_traceback(tmp_path):
+    end, _ = run_program(
+        """
+        model = make_model()
+        ddp = DDP(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        wirespeed.train.attach(ddp, optimizer, strategy="dense")
+        for step in range(50):
+            if step == 3 and rank == 1:
+                os._exit(0)
+            x, y = batch(step)
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(ddp(x), y).backward()
+            optimizer.step()
+        """,
+        tmp_path,
+        num_ranks=2,
+        timeout_s=150,
+    )
+    assert end.returncode == 1, end
+    assert any("wirespeed: exchanging gradients failed" in line and "rank died" in line for line in end.tail[0]), (
+        end.tail
+    )
+
+
 def test_all_ranks_switch_together_and_go_on_agreeing(tmp_path):
     results = fine(
         """

@@ -229,6 +229,10 @@ class Exchanger:
         future: torch.futures.Future[Tensor] = work.get_future().then(done)
         return future
 
+    def count_dense(self, num_bytes: int) -> None:
+        """Gradients of so many bytes were averaged by DDP itself."""
+        self._count(_DENSE, num_bytes // 4, None)
+
     def fail(self, fault: Exception) -> None:
         """Keep the first error of an exchange that did not go through the lanes."""
         self._failure = self._failure or as_peer_failure(fault)

@@ -1,8 +1,8 @@
 """The public object: attach a strategy to a DistributedDataParallel model, and see where its steps go.
 
-``attach`` registers one communication hook and a few event hooks; the user's loop does not change. What happens to a
-bucket is the schedule's (``schedules/``) and the exchanger's; what is heard of the loop comes from ``listening``. This
-module joins them, and undoes everything in ``detach``.
+``attach`` registers a few event hooks and, for anything but dense (``native``), one communication hook; the user's loop
+does not change. What happens to a bucket is the schedule's (``schedules/``) and the exchanger's; what is heard of the
+loop comes from ``listening``. This module joins them, and undoes everything in ``detach``.
 """
 
 # No postponed annotations here: DDP inspects the hook's annotations as objects.
@@ -26,6 +26,7 @@ from wirespeed.train.agreement import check_agreement, is_wanted
 from wirespeed.train.checkpoint import load_state, state_of
 from wirespeed.train.exchanger import Exchanger, finished
 from wirespeed.train.listening import LoopEvents, after_backward, is_in_backward
+from wirespeed.train.native import NativeReduction, explain_failures
 from wirespeed.train.optimizer_state import average_state
 from wirespeed.train.rebucket import bucket_bytes_of, rebucket
 from wirespeed.train.refusals import check_forward, check_model, check_scaler
@@ -65,6 +66,8 @@ class Session:
         self._schedule: Schedule = make_schedule(ddp, self._exchanger)
         self._scale = LossScale(scaler)
         self._hook_reducer: object = None
+        self._native: NativeReduction | None = None
+        """Under dense: DDP reduces by itself, without a hook."""
         self._is_in_backward = False
         self._checks = is_wanted()
         self._num_backwards = 0
@@ -162,7 +165,7 @@ class Session:
         return self._mark.num_marked
 
     def detach(self) -> None:
-        """Stop everything; the model goes on with plain dense averaging (DDP keeps its one communication hook).
+        """Stop everything; the model goes on with plain dense averaging (DDP keeps a communication hook that it has).
 
         Nothing is sent: where ranks have trained apart they keep what differs, and a warning says so. To go on training
         without a session, ``switch(Strategy())`` first.
@@ -211,17 +214,51 @@ class Session:
         self._exchanger.use(strategy)
         self._schedule = make_schedule(self._ddp, self._exchanger)
         self._watch_overflow()
-        if bucket_bytes_of(self._ddp) != strategy.bucket_bytes and not rebucket(self._ddp, strategy.bucket_bytes):
+        has_size = bucket_bytes_of(self._ddp) == strategy.bucket_bytes
+        # A reducer keeps its hook for good: to have none again, DDP gets a new one.
+        if (not has_size or (self._is_native and self._has_hook)) and not self._rebucket() and not has_size:
             self._exchanger.warn_once(
                 "bucket",
                 f"the bucket size of this DDP model stays {bucket_bytes_of(self._ddp)} bytes: this version of torch "
                 f"cannot change it; pass bucket_cap_mb={strategy.bucket_bytes / 2**20:g} to DistributedDataParallel",
             )
-        if self._hook_reducer is not self._ddp.reducer:
-            self._ddp.register_comm_hook(self, exchange_bucket)
-            self._hook_reducer = self._ddp.reducer
+        self._take_part()
         if self._mark is not None:  # of groups that this strategy has made
             self._mark.apply()
+
+    def _rebucket(self) -> bool:
+        """Give DDP another reducer, without a hook; False, with nothing changed, where it cannot have one."""
+        # Held from here the old one would go on hearing of gradients.
+        held, self._hook_reducer = self._hook_reducer, None
+        is_new = rebucket(self._ddp, self.strategy.bucket_bytes)
+        if not is_new:
+            self._hook_reducer = held
+        return is_new
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether the strategy leaves every gradient to DDP."""
+        return self._exchanger.is_plain and self.strategy.schedule == "every_step" and not self._is_silent
+
+    @property
+    def _has_hook(self) -> bool:
+        return self._hook_reducer is not None and self._hook_reducer is self._ddp.reducer
+
+    def _take_part(self) -> None:
+        """Hear of DDP's own reduction, or do the exchange in a hook."""
+        if self._is_native and not self._has_hook:
+            if self._native is None:
+                self._native = NativeReduction(
+                    self._ddp, on_computed=self._native_computed, on_reduced=self._native_reduced
+                )
+                explain_failures()
+            return
+        if self._native is not None:
+            self._native.remove()
+            self._native = None
+        if not self._has_hook:
+            self._ddp.register_comm_hook(self, exchange_bucket)
+            self._hook_reducer = self._ddp.reducer
 
     def note(self, text: str) -> None:
         """Keep a reason for the report."""
@@ -286,6 +323,14 @@ class Session:
             )
         )
 
+    def _native_computed(self) -> None:
+        assert self._native is not None
+        self.clock.mark("last_bucket_ready")
+        self._exchanger.count_dense(self._native.num_bytes)
+
+    def _native_reduced(self) -> None:
+        self.clock.mark("backward_end")
+
     def _meet(self, values: torch.Tensor, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
         if is_last and self._meets:
             try:
@@ -297,6 +342,8 @@ class Session:
     def _forward_begins(self) -> None:
         for listener in self._begin_listeners:
             listener(self)
+        if self._native is not None:
+            self._native.forward_begins()
         check_forward(self._ddp, self.strategy, is_choosing=self.is_choosing)
         if self._schedule.is_due():  # the loss scaler let no rank step
             self._schedule.step_taken()
@@ -360,6 +407,9 @@ class Session:
         if not self._is_attached:
             return
         self._is_attached = False
+        if self._native is not None:
+            self._native.remove()
+            self._native = None
         self._schedule.close()
         self._exchanger.use(Strategy())
         self._schedule = make_schedule(self._ddp, self._exchanger)
