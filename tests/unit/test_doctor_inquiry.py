@@ -17,6 +17,9 @@ HOSTS = tuple(f"h{n}" for n in range(8))
 RACKS = {host: f"r{n // 2}" for n, host in enumerate(HOSTS)}
 ENVIRONMENT = Environment(host="h0", kernel="6", cpu=None, num_cpus=2, versions={}, command="test")
 
+FLAPS = 0.65
+"""Of the transfers of a link that comes and goes: a down of 150 ms in each 0.7 s, and TCP's wait behind it."""
+
 Phase = list[tuple[int, int]]
 Rate = Callable[[int, int, Phase], float]
 
@@ -50,7 +53,9 @@ def broken(kind: str, source: random.Random) -> tuple[tuple[str, str] | None, Ra
     return None, lambda a, b, phase: RATE
 
 
-def measured(rate: Rate, table: Schedule, source: random.Random, busy: float) -> LinksRecord:
+def measured(
+    rate: Rate, table: Schedule, source: random.Random, busy: float, flapping: int | None = None
+) -> LinksRecord:
     """A measurement beside neighbours that slow down a share of all phases, and half as many of single transfers."""
     samples = []
     for pairs in table:
@@ -62,11 +67,16 @@ def measured(rate: Rate, table: Schedule, source: random.Random, busy: float) ->
                     left *= source.uniform(0.5, 1)
                 # Neighbours take from what is free, or from what is there.
                 level = min(rate(a, b, phase), RATE * left) if source.random() < 0.5 else rate(a, b, phase) * left
-                windows = tuple(
-                    level * source.uniform(0.99, 1.01) * (source.uniform(0.3, 1) if source.random() < busy / 3 else 1)
+                windows = [
+                    level * source.uniform(0.99, 1.01) * (source.uniform(0.1, 1) if source.random() < busy / 3 else 1)
                     for _ in range(5)
+                ]
+                if flapping in (a, b) and source.random() < FLAPS:
+                    down = source.randrange(5)
+                    windows[down:] = [0.0] * len(windows[down:])
+                samples.append(
+                    LinkSample(source=HOSTS[a], target=HOSTS[b], streams=1, num_bytes=1, bit_per_s=tuple(windows))
                 )
-                samples.append(LinkSample(source=HOSTS[a], target=HOSTS[b], streams=1, num_bytes=1, bit_per_s=windows))
     return LinksRecord(environment=ENVIRONMENT, hosts=HOSTS, samples=tuple(samples), socket_options={})
 
 
@@ -74,17 +84,20 @@ def inquire(kind: str, seed: int, busy: float) -> tuple[tuple[str, str] | None, 
     """What is right, what was found, and how many rounds it took."""
     source = random.Random(f"{kind} {seed} {busy}")
     expected, rate = broken(kind, source)
+    flapping = source.randrange(8) if kind == "flapping" else None
+    if flapping is not None:
+        expected = ("link.flapping", f"h{flapping}")
     inquiry = Inquiry(racks=RACKS)
     table: Schedule = schedule_of(len(HOSTS))
     num_rounds = 0
     while table:
         num_rounds += len(table)
-        table = inquiry.follow_up(measured(rate, table, source, busy))
+        table = inquiry.follow_up(measured(rate, table, source, busy, flapping))
     return expected, [(finding.id, finding.subject) for finding in inquiry.report().findings], num_rounds
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("kind", ["healthy", "host", "direction", "path", "uplink"])
+@pytest.mark.parametrize("kind", ["healthy", "host", "direction", "path", "uplink", "flapping"])
 def test_what_is_wrong_is_named_and_nothing_else_however_busy_the_machine(kind: str, busy: float) -> None:
     for seed in range(60):
         expected, found, _ = inquire(kind, seed, busy)

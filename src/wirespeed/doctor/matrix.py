@@ -33,6 +33,8 @@ goes. TCP waits 200 ms at least before it sends again; a busy machine halves a w
 
 MANY_STALLS, FEW_STALLS = 0.4, 0.15
 """Shares of a host's transfers with a stall, and of all others', that make it one whose link comes and goes."""
+SOME_STALLS, MORE_STALLS = 0.25, 0.3
+"""Where it is measured again: a host's share that is enough to be suspect, and what it is above the others' besides."""
 
 Cell = tuple[str, str]
 
@@ -131,7 +133,7 @@ def judge(matrix: Matrix, *, is_first_pass: bool = False) -> MatrixReport:
     share = {cell: rate / usual for cell, rate in rates.items()}
     sending = {host: _side(matrix, share, host, 0) for host in matrix.hosts}
     receiving = {host: _side(matrix, share, host, 1) for host in matrix.hosts}
-    unsteady = _unsteady_hosts(matrix)
+    unsteady = _unsteady_hosts(matrix, is_first_pass=is_first_pass)
     limit = _limit([*sending.values(), *receiving.values()], floor)
     slow = [h for h in matrix.hosts if h not in unsteady and min(sending[h], receiving[h]) < limit]
     group = _group(slow, share) if not matrix.racks else ()
@@ -140,7 +142,9 @@ def judge(matrix: Matrix, *, is_first_pass: bool = False) -> MatrixReport:
         findings.append(_group_finding(group, share, usual))
     else:
         findings += [_slow_host(h, sending[h], receiving[h], limit, share, usual) for h in slow]
-    steady = {cell: value for cell, value in share.items() if not set(cell) & set(unsteady)}
+    # What a link that comes and goes carries says nothing of an uplink; in a first pass it is not known yet to do so.
+    set_aside = set() if is_first_pass else set(unsteady)
+    steady = {cell: value for cell, value in share.items() if not set(cell) & set_aside}
     uplinks = _slow_uplinks(matrix, steady, sending, receiving, usual, is_first_pass=is_first_pass)
     findings += uplinks
     # A slow uplink explains slow paths. In a first pass it may be the other way round: both are measured again.
@@ -199,7 +203,7 @@ def _side(matrix: Matrix, share: Mapping[Cell, float], host: str, end: int) -> f
     return max((median_high(values) for values in (inside, across) if values), default=1.0)
 
 
-def _unsteady_hosts(matrix: Matrix) -> list[str]:
+def _unsteady_hosts(matrix: Matrix, *, is_first_pass: bool) -> list[str]:
     """Hosts most of whose transfers had a window far below their best, where those of others have not."""
     found = []
     for host in matrix.hosts:
@@ -207,7 +211,12 @@ def _unsteady_hosts(matrix: Matrix) -> list[str]:
         rest = [dip for cell, dips in matrix.dips.items() if host not in cell for dip in dips]
         own_share = sum(dip < UNSTEADY for dip in own) / len(own) if own else 0.0
         rest_share = sum(dip < UNSTEADY for dip in rest) / len(rest) if rest else 0.0
-        if own_share >= MANY_STALLS and rest_share <= max(FEW_STALLS, own_share / 3):
+        if is_first_pass:
+            is_unlike = rest_share <= own_share / 3 or own_share - rest_share >= MORE_STALLS
+            is_found = own_share >= SOME_STALLS and is_unlike
+        else:
+            is_found = own_share >= MANY_STALLS and rest_share <= max(FEW_STALLS, own_share / 3)
+        if is_found:
             found.append(host)
     return found
 

@@ -33,7 +33,9 @@ is fine, and few suspects get more care."""
 SETTLED = 0.02
 """A limit shows: the four best of what is slow agree within this share. What noise slowed down does not."""
 FLAPPING_PASSES = 2
-"""In so many of them a link that seemed to come and go has to stall once more."""
+"""A link that seemed to come and go is looked at in so many of them at least."""
+STALLS, SURE_STALLS, NO_STALLS = 0.33, 0.5, 0.1
+"""Shares of its transfers that stall: what confirms it, and what needs no further look."""
 
 
 def schedule_of(num_hosts: int, *, seed: int = 0) -> Schedule:
@@ -157,7 +159,7 @@ class Again:
     def __init__(self, record: LinksRecord, usual: float) -> None:
         self.shares: dict[Cell, list[float]] = defaultdict(list)
         self.windows: dict[Cell, list[list[float]]] = defaultdict(list)
-        self.dips: dict[Cell, float] = {}
+        self.dips: dict[Cell, list[float]] = defaultdict(list)
         self.together: set[Cell] = set()
         """What was measured with all hosts of a rack: it says nothing of each of them."""
         for sample in record.samples:
@@ -165,11 +167,16 @@ class Again:
                 cell = (sample.source, sample.target)
                 self.shares[cell].append(reached(sample.bit_per_s) / usual)
                 self.windows[cell].append([rate / usual for rate in sample.bit_per_s])
-                self.dips[cell] = min(self.dips.get(cell, 1.0), min(sample.bit_per_s) / max(1.0, *sample.bit_per_s))
+                self.dips[cell].append(min(sample.bit_per_s) / max(1.0, *sample.bit_per_s))
 
     def alone(self) -> list[Cell]:
         """Pairs that were measured by themselves."""
         return [cell for cell in self.shares if cell not in self.together]
+
+    def stalls(self, host: str) -> float:
+        """The share of a host's transfers in which a window fell far below the best."""
+        dips = [dip for cell in self.alone() if host in cell for dip in self.dips[cell]]
+        return sum(dip < UNSTEADY for dip in dips) / len(dips) if dips else 0.0
 
     def sums(self, cells: Sequence[Cell]) -> list[list[float]]:
         """Of cells that were measured together: per repeat what they carried in each window, all together."""
@@ -185,7 +192,7 @@ def confirm(
     report: MatrixReport, again: LinksRecord, matrix: Matrix | None = None
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """The findings that hold when measured again, and what was dropped with the reason."""
-    weighed, ratios = _weigh(report, again, matrix)
+    weighed, ratios, _ = _weigh(report, again, matrix)
     slow = slowest_by_far({subject: ratio for subject, ratio in ratios.items() if ratio < SLOW})
     weighed = [(finding, why or _explained(finding, slow, matrix)) for finding, why in weighed]
     kept = tuple(finding for finding, why in weighed if why is None)
@@ -194,13 +201,15 @@ def confirm(
 
 def left_of(report: MatrixReport, again: LinksRecord, matrix: Matrix, num_passes: int) -> list[Finding]:
     """What to measure on after so many passes: what there was no room for, and what stands and is not settled."""
+    weighed, _, held = _weigh(report, again, matrix)
     left = []
-    for finding, why in _weigh(report, again, matrix)[0]:
+    for finding, why in weighed:
         if finding.id == "link.flapping":
-            # One more stall confirms a link that comes and goes; one that had none yet gets another chance to.
-            is_open = why is not None and num_passes < FLAPPING_PASSES
+            share = held.stalls(finding.subject)
+            is_doubtful = NO_STALLS <= share < SURE_STALLS and num_passes < len(PASSES)
+            is_open = num_passes < FLAPPING_PASSES or is_doubtful
         elif why is None:
-            is_open = num_passes < len(PASSES) or not _is_settled(finding, again, report, matrix)
+            is_open = num_passes < len(PASSES) or not _is_settled(finding, held, report, matrix)
         else:
             is_open = why == _NOT_AGAIN
         if is_open:
@@ -208,13 +217,12 @@ def left_of(report: MatrixReport, again: LinksRecord, matrix: Matrix, num_passes
     return left
 
 
-def _is_settled(finding: Finding, again: LinksRecord, report: MatrixReport, matrix: Matrix) -> bool:
+def _is_settled(finding: Finding, held: Again, report: MatrixReport, matrix: Matrix) -> bool:
     """Whether what is slow came to the same rate four times, and never to more.
 
     By the best window of each repeat: a limit shows in one of them even while the machine is busy, and what only the
     machine made slow comes to another rate each time.
     """
-    held = Again(again, report.usual_bit_per_s)
     if finding.id == "link.slow-uplink":
         pairs = _together(finding, matrix, report)
         ways = [held.sums(cells) for cells in (pairs, [(b, a) for a, b in pairs])]
@@ -240,8 +248,8 @@ _NOT_AGAIN = f"not measured again, as there were more than {MAX_SUSPECTS} suspec
 
 def _weigh(
     report: MatrixReport, again: LinksRecord, matrix: Matrix | None
-) -> tuple[list[tuple[Finding, str | None]], dict[str, float]]:
-    """Each finding with its second evidence and the reason why it is dropped, if it is; what each rack carried."""
+) -> tuple[list[tuple[Finding, str | None]], dict[str, float], Again]:
+    """Each finding with its second evidence and why it is dropped, if it is; what each rack carried; and all of it."""
     held = Again(again, report.usual_bit_per_s)
     for finding in report.findings:
         if finding.id == "link.slow-uplink" and matrix is not None:
@@ -261,7 +269,7 @@ def _weigh(
             why = None if verdict else _NOT_AGAIN if verdict is not None else "fine when measured again alone"
         told = _as_seen(_one_way(finding, held, report), held) if why is None else finding
         weighed.append((dataclasses.replace(told, evidence=(*told.evidence, *evidence)), why))
-    return weighed, ratios
+    return weighed, ratios, held
 
 
 def _explained(finding: Finding, slow: Sequence[str], matrix: Matrix | None) -> str | None:
@@ -332,9 +340,9 @@ def _again(finding: Finding, held: Again, report: MatrixReport) -> tuple[Evidenc
         # A path to a slow host is as slow as the host, and no slower: it is not the path.
         return lines if any(held.best((s, t)) < SLOW * _possible(report, held, s, t) for s, t in seen) else None
     if finding.id == "link.flapping":
-        # It comes and goes: one more stall in any of the repeats is enough, and none at all speaks against it.
+        # It comes and goes: not all of its transfers stall, and on a busy machine one of others may.
         is_slow = median(held.best(cell) for cell in seen) < SLOW
-        return lines if min(held.dips[cell] for cell in seen) < UNSTEADY or is_slow else None
+        return lines if held.stalls(finding.subject) >= STALLS or is_slow else None
     return lines if level < SLOW else None
 
 
