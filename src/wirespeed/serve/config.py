@@ -109,6 +109,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of the backend "stages": see staged.py."""
     micro_rows: int = 0
     """How many rows go through the stages together; 0: all of a request."""
+    tensor_parallel: int = 1
+    """Processes that share each layer of an instance: see tensor_parallel.py."""
     reference: Reference = Reference()
     idempotent: bool = True
     """Whether a request may be run again when its worker died."""
@@ -129,6 +131,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise UsageError(f"got {self.instances.count} instances", expected="1 or more")
         if self.stages and self.backend != "stages":
             raise UsageError(f"got stages and backend {self.backend!r}", expected='backend = "stages"')
+        if not 1 <= self.tensor_parallel <= 64:
+            raise UsageError(f"got tensor_parallel of {self.tensor_parallel}", expected="1 to 64")
+        if self.tensor_parallel > 1 and (self.backend != "python" or self.instances.isolation != "process"):
+            raise UsageError(
+                f"got tensor_parallel with backend {self.backend!r} and isolation {self.instances.isolation!r}",
+                expected='backend = "python", whose model splits its module, and processes',
+            )
         if self.micro_rows < 0:
             raise UsageError(f"got micro_rows of {self.micro_rows}", expected="0 or more")
         if not self.reference.max_drift >= 0:

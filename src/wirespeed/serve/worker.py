@@ -15,7 +15,7 @@ import socket
 import sys
 
 from wirespeed.errors import WirespeedError
-from wirespeed.serve.backends import load_backend
+from wirespeed.serve.backends import Backend, load_backend
 from wirespeed.serve.channel import (
     MAX_WORD_BYTES,
     TO_WORKER,
@@ -30,6 +30,7 @@ from wirespeed.serve.channel import (
     encode,
     map_memory,
 )
+from wirespeed.serve.config import ModelConfig
 from wirespeed.serve.executor import Executor, Outcome
 from wirespeed.serve.tensors import Tensor
 
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> int:
     os.close(memory_fd)
     inputs, outputs = Half(memory, 0, first.half_bytes), Half(memory, first.half_bytes, first.half_bytes)
     try:
-        executor = Executor(config, load_backend(config.backend))
+        executor = Executor(config, _backend_of(config))
         loaded = executor.load()
     except Exception as fault:
         text = str(fault) if isinstance(fault, WirespeedError) else f"{type(fault).__name__}: {fault}"
@@ -64,6 +65,14 @@ def main(arguments: list[str]) -> int:
         _serve(channel, executor, inputs, outputs)
     executor.close()
     return 0
+
+
+def _backend_of(config: ModelConfig) -> Backend:
+    if config.tensor_parallel == 1:
+        return load_backend(config.backend)
+    from wirespeed.serve.tensor_parallel import ShardedBackend
+
+    return ShardedBackend(config)
 
 
 def _serve(channel: socket.socket, executor: Executor, inputs: Half, outputs: Half) -> None:
