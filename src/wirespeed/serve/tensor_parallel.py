@@ -39,7 +39,7 @@ from wirespeed.serve.tensors import from_array
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch.distributed as dist
+    from torch.distributed import Store  # type: ignore[attr-defined]
     from torch.distributed.device_mesh import DeviceMesh
 
     from wirespeed.serve.backends.base import Arrays
@@ -81,10 +81,10 @@ class ShardedBackend:
 
     def load(self, config: ModelConfig) -> Loaded:
         """Start the other ranks and load the model on all of them. Raises DataError with what failed where."""
-        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         size, timeout = config.tensor_parallel, timedelta(seconds=config.start_timeout_s)
-        store = dist.TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
         for rank in range(1, size):
             command = [sys.executable, "-m", "wirespeed.serve.tensor_parallel", str(store.port), str(rank)]
             # What models print goes to stderr, as the worker's own does.
@@ -111,7 +111,7 @@ class ShardedBackend:
         self._raise_failed_load(store)
         return loaded
 
-    def _raise_failed_load(self, store: dist.Store) -> None:
+    def _raise_failed_load(self, store: Store) -> None:
         for rank in range(1, self._config.tensor_parallel):
             if store.check([f"loaded-{rank}"]) and (text := store.get(f"loaded-{rank}").decode()):
                 raise DataError(f"rank {rank}: {text}")
@@ -154,7 +154,7 @@ class ShardedBackend:
                 raise PeerFailure(f"rank {rank} of model {self._config.name!r} ended: {how}")
 
 
-def _join_group(store: dist.Store, rank: int, config: ModelConfig, *, alive: Any = None) -> None:
+def _join_group(store: Store, rank: int, config: ModelConfig, *, alive: Any = None) -> None:
     import torch
     import torch.distributed as dist
 
@@ -165,7 +165,7 @@ def _join_group(store: dist.Store, rank: int, config: ModelConfig, *, alive: Any
     if config.instances.threads:
         torch.set_num_threads(config.instances.threads)
     # Rank 0 waits for the others here, and one that could not even start would be waited for in vain.
-    store.set(f"here-{rank}", b"")
+    store.set(f"here-{rank}", "")
     end_s = time.monotonic() + config.start_timeout_s
     while alive is not None and not store.check([f"here-{other}" for other in range(size)]):
         alive()
@@ -245,12 +245,12 @@ def main(arguments: Sequence[str]) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         return 1  # the worker had ended before that
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelConfig)
     port, rank = map(int, arguments)
     timeout = timedelta(seconds=config.start_timeout_s)
-    store = dist.TCPStore(_HOST, port, config.tensor_parallel, is_master=False, timeout=timeout)
+    store = TCPStore(_HOST, port, config.tensor_parallel, is_master=False, timeout=timeout)
     _join_group(store, rank, config)
     backend = load_backend(config.backend)
     try:
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as fault:
         store.set(f"loaded-{rank}", f"{type(fault).__name__}: {fault}"[:2000])
         return 1
-    store.set(f"loaded-{rank}", b"")
+    store.set(f"loaded-{rank}", "")
     while (received := _receive()) is not None:
         inputs, batch = received
         for array in inputs.values():
