@@ -149,7 +149,8 @@ def _is_clear(case: Case, told: dict[str, Any]) -> bool:
         return "a rank died" in told["message"]
     # Collectives that are not ours end with torch's own error: the script's, and DDP's in its second forward, where it
     # tells all ranks its new buckets (a rank that never attached is missed there first where a period is two steps).
-    # Under dense gradients are DDP's own business: `native.explain_failures` says what its error means.
+    # Under dense, with which auto begins, gradients are DDP's own business: `native.explain_failures` says what its
+    # error means.
     words = ("closed by peer", "timed out", "timeout", "reset by peer", "broken pipe")
-    is_torchs = case.phase in ("evaluation", "attach") or case.strategy == "dense/64KiB"
+    is_torchs = case.phase in ("evaluation", "attach") or case.strategy in ("dense/64KiB", "auto")
     return is_torchs and any(word in told["message"].lower() for word in words)
