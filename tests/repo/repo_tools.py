@@ -18,6 +18,20 @@ from wirespeed.repo.safetensors import build_head
 
 SECOND_KEY = ("second-access", "second-secret")
 
+SERVED_TOML = """
+schema = 1
+backend = "python"
+[[input]]
+name = "x"
+datatype = "FP32"
+shape = [4]
+[[output]]
+name = "y"
+datatype = "FP32"
+shape = [4]
+"""
+"""Of a model that takes and gives four numbers, by a ``model.py`` beside it."""
+
 
 def wait_for_port(port: int, timeout_s: float = 60.0) -> bool:
     give_up_s = time.monotonic() + timeout_s

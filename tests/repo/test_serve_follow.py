@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from repo_tools import SERVED_TOML
 
 from wirespeed.repo.aliases import rollback, set_alias
 from wirespeed.repo.cache import Cache
@@ -25,18 +26,6 @@ from wirespeed.repo.repository import Repository
 
 pytest.importorskip("grpc", reason="needs the extra `serve`")
 
-TOML = """
-schema = 1
-backend = "python"
-[[input]]
-name = "x"
-datatype = "FP32"
-shape = [4]
-[[output]]
-name = "y"
-datatype = "FP32"
-shape = [4]
-"""
 CODE = """
 import time
 from pathlib import Path
@@ -59,7 +48,7 @@ def make_model(folder: Path, value: float, *, max_drift: float | None = None, re
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     limit = "" if max_drift is None else f'[reference]\nfile = "reference.npz"\nmax_drift = {max_drift}\n'
-    (folder / "model.toml").write_text(TOML + limit)
+    (folder / "model.toml").write_text(SERVED_TOML + limit)
     (folder / "model.py").write_text(CODE)
     (folder / "weights.bin").write_bytes(b"" if value == 0 else np.array([value], np.float32).tobytes())
     if max_drift is not None:

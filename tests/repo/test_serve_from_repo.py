@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from repo_tools import FaultProxy
+from repo_tools import SERVED_TOML, FaultProxy
 from swarm_tools import Daemon, warm_hosts
 
 from wirespeed.errors import DataError, UsageError
@@ -28,18 +28,6 @@ pytest.importorskip("grpc", reason="needs the extra `serve`")
 
 from wirespeed.serve.shelf import open_shelf
 
-TOML = """
-schema = 1
-backend = "python"
-[[input]]
-name = "x"
-datatype = "FP32"
-shape = [4]
-[[output]]
-name = "y"
-datatype = "FP32"
-shape = [4]
-"""
 CODE = """
 from pathlib import Path
 
@@ -57,7 +45,7 @@ class Model:
 
 def make_served(folder: Path, *, value: float = 0.5, num_weights: int = 4_000_000) -> Path:
     folder.mkdir(parents=True)
-    (folder / "model.toml").write_text(TOML)
+    (folder / "model.toml").write_text(SERVED_TOML)
     (folder / "model.py").write_text(CODE)
     weights = np.zeros(num_weights, np.float32)
     weights[-1] = value  # the last byte counts
@@ -168,7 +156,7 @@ def test_a_version_that_is_not_here_is_pulled_and_then_served(tmp_path: Path, fo
     with open_shelf(["repo:org/faces"], repo=str(tmp_path / "store"), on_news=news.append) as shelf:
         folder = shelf.folder
         assert [path.name for path in folder.iterdir()] == ["faces"]
-        assert (folder / "faces" / "model.toml").read_text() == TOML
+        assert (folder / "faces" / "model.toml").read_text() == SERVED_TOML
         assert (folder / "faces" / "weights.bin").stat().st_size == 4000
     assert not folder.exists()
     assert "bytes read from the store" in news[0]
