@@ -83,6 +83,7 @@ async def ask(models: ModelRepository, name: str, rows: np.ndarray) -> dict[str,
     return {tensor.name: to_array(tensor).copy() for tensor in answer}
 
 
+@pytest.mark.slow
 def test_split_over_ranks_it_answers_as_whole_and_survives_data_and_dead_ranks(tmp_path: Path) -> None:
     for size in (1, 2, 4):
         write(tmp_path / f"over-{size}", size=size)
