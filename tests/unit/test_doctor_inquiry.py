@@ -108,3 +108,18 @@ def test_a_quiet_fabric_is_measured_once_and_its_suspects_five_times() -> None:
     assert inquire("healthy", 0, 0.0)[2] == 7
     assert inquire("path", 0, 0.0)[2] == 7 + 5
     assert inquire("host", 0, 0.0)[2] == 7 + 5 * 2  # two partners
+
+
+@pytest.mark.parametrize("limit", [0, 8, 30])
+def test_what_was_never_measured_again_is_no_finding_however_few_rounds_there_are(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wirespeed.doctor.inquiry.MAX_ROUNDS", limit)
+    for seed in range(20):
+        source = random.Random(f"limited {seed}")
+        inquiry = Inquiry(racks=RACKS)
+        table: Schedule = schedule_of(len(HOSTS))
+        while table:
+            table = inquiry.follow_up(measured(lambda a, b, phase: RATE, table, source, 0.5))
+        for finding in inquiry.report().findings:
+            assert any("alone" in seen.where or "together" in seen.where for seen in finding.evidence)

@@ -26,7 +26,7 @@ NUM_PINGS = 20
 MAX_PASSES = 8
 """After ``PASSES`` only what stands and is not settled is measured on, the last number of repeats each time."""
 MAX_ROUNDS = 160
-"""Beyond the first measurement: after so many it is judged by what is known."""
+"""Beyond the first measurement: after so many it is judged by what is known of suspects that were measured again."""
 
 
 class FabricReport(Record, frozen=True, kw_only=True, tag="fabric_report"):
@@ -63,7 +63,8 @@ class Inquiry:
         """Given what was measured last, the rounds to measure next; none when it is known enough."""
         table = self._next(record)
         self._num_rounds += len(table)
-        return table if self._num_rounds <= MAX_ROUNDS or self._seen is None else ()
+        # Never before its suspects were measured once: what is only suspect is no finding.
+        return table if self._num_rounds <= MAX_ROUNDS or not self._again else ()
 
     def _next(self, record: LinksRecord) -> Schedule:
         if self._seen is not None:

@@ -15,9 +15,13 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wirespeed.errors import DataError, MissingCapability, UsageError
 from wirespeed.serve.config import FILE_NAME
+
+if TYPE_CHECKING:
+    from wirespeed.repo.repository import Repository
 
 PREFIX = "repo:"
 
@@ -40,6 +44,8 @@ class Shelf:
         self.labels: dict[str, str] = {}
         """The version that each model is of, where it is of one."""
         self._repo = repo
+        self._repository: Repository | None = None
+        """Opened by the first question, and kept: it is asked every few seconds."""
         self._owners: dict[str, str] = {}
 
     def add(self, text: str, *, on_news: Callable[[str], None]) -> None:
@@ -56,9 +62,10 @@ class Shelf:
         from wirespeed.repo.repository import Repository
         from wirespeed.repo.versions import resolve
 
-        repository = Repository.open(self._repo)
+        if self._repository is None:
+            self._repository = Repository.open(self._repo)
         # Not Repository.version: what an alias meant before is no news.
-        return resolve(repository.store, parse_wanted(followed.text.removeprefix(PREFIX))).label
+        return resolve(self._repository.store, parse_wanted(followed.text.removeprefix(PREFIX))).label
 
     def bring(self, followed: Followed, label: str, *, on_news: Callable[[str], None]) -> tuple[list[str], list[str]]:
         """Have ``label`` on the shelf in place of what it was: models to load, and models that are gone.
