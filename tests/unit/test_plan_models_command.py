@@ -7,6 +7,7 @@ import json
 import pytest
 
 from wirespeed.cli.main import main
+from wirespeed.serve.config import read_config
 
 GPT = ["--model", "gpt3-6.7b", "--fabric", "star hosts=4 nic=100g-ib nics=8 island=nvlink3", "--batch", "64"]
 SCENARIO = 'schema = 1\nmodel = "resnet50"\ndevice = "v100"\ndtype = "fp32"\nprice_per_host_hour = 3.0\n'
@@ -109,6 +110,27 @@ def test_place_writes_what_launchers_take(capsys, tmp_path):
     assert len(out["stages"]["bounds"]) == 2
 
 
+def test_a_split_for_inference_is_written_as_what_serve_reads(capsys, tmp_path):
+    fabric = ["--fabric", "star hosts=4 nic=25g"]
+    asked = ["plan", "place", *fabric, "-m", "llama3-70b", "-d", "h100", "--stages", "3", "--batch", "2"]
+    out = run_json(capsys, *asked, "--inference", "--out", str(tmp_path))
+    config = read_config(tmp_path)
+    assert [(stage.model, stage.node) for stage in config.stages] == [
+        (f"llama3-70b-{stage + 1}", f"{host}:7000") for stage, host in enumerate(out["hosts"][:3])
+    ]
+    assert config.micro_rows == 2
+    # In training the weights alone, with gradients and optimizer state, are 18 bytes an element: more than three hold.
+    assert main(asked) == 2
+    assert "fits the memory" in capsys.readouterr().err
+
+
+def test_a_split_for_inference_moves_to_where_little_is_sent_one_way(capsys):
+    asked = ["plan", "place", "--fabric", "star hosts=4 nic=1g", "-m", "resnet50", "-d", "v100", "--stages", "4"]
+    training = run_json(capsys, *asked)["stages"]
+    inference = run_json(capsys, *asked, "--inference")["stages"]
+    assert inference["slowest_s"] < 0.6 * training["slowest_s"]
+
+
 def test_compare_sets_scenarios_side_by_side(capsys, tmp_path):
     paths = []
     for name, nic in {"tcp": "10g", "ib": "100g-ib"}.items():
@@ -173,6 +195,11 @@ def test_sweep_shows_scaling_and_says_where_nothing_is_legal(capsys, tmp_path):
         (["sweep", "-m", "resnet50", "-f", "star nic=10g", "--hosts", "2"], "hosts=... in it"),
         (["sweep", "-m", "resnet50", "-f", "star hosts=2 nic=10g", "--hosts", "0,x"], "numbers of hosts"),
         (["place", "-f", "star hosts=2 nic=10g", "--stages", "2"], "only one of --model and --stages"),
+        (["place", "-f", "star hosts=2 nic=10g", "--inference"], "without stages"),
+        (
+            ["place", "-f", "star hosts=2 nic=10g", "-m", "vgg16", "--stages", "3", "--inference"],
+            "3 stages for 2 devices",
+        ),
     ],
 )
 def test_bad_input_names_what_is_wrong_and_prints_no_result(wrong, words, capsys):

@@ -37,17 +37,24 @@ def place_ranks(
     stages: Annotated[int | None, typer.Option("--stages", help="Pipeline stages, split by exact search.")] = None,
     device: Annotated[str, typer.Option("--device", "-d", help="Accelerator of the stages.")] = "a100",
     batch: Annotated[int, typer.Option("--batch", help="Micro-batch of the stages.")] = 1,
+    is_inference: Annotated[
+        bool, typer.Option("--inference", help="Split for inference; --out then holds a model.toml of the stages too.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", help="Of the nodes in model.toml.", min=1, max=65535)] = 7000,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Order ranks so that neighbours share a host, a rack, a switch; say what it is worth; write what launchers take.
 
-    With --model and --stages the model's layers are split into pipeline stages by exact dynamic programming.
+    With --model and --stages the model's layers are split into pipeline stages by exact dynamic programming: for
+    training, or with --inference for `wirespeed serve` (forward passes only, weights in memory, results sent one way).
 
     Examples:
 
       wirespeed plan place --fabric fabric.toml --out placement/
 
       wirespeed plan place --fabric "tree hosts=32 rack=8 nic=25g oversubscription=4" --model vgg16 --stages 4
+
+      wirespeed plan place --fabric fabric.toml --model llama3-70b --stages 4 --inference --out models/llama3-70b
     """
     from wirespeed.cli.render import make_table, print_json, say, show
     from wirespeed.fabric.placement import place
@@ -58,20 +65,25 @@ def place_ranks(
     placed = place(network)
     if (model is None) != (stages is None):
         raise UsageError("got only one of --model and --stages", expected="both, or neither")
+    if is_inference and stages is None:
+        raise UsageError("got --inference without stages", expected="--model and --stages, to say what is split")
     worth = order_gain(network, parse_size(size))
     split = None
+    files = {
+        "hostfile": slurm_hostfile(network, placed),
+        "ranks.json": rank_map(network, placed),
+        "affinity.yaml": kubernetes_affinity(network, placed),
+    }
     if model is not None and stages is not None:
-        from wirespeed.plan.stage_plan import split_model
+        from wirespeed.plan.stage_plan import split_model, stages_config
 
-        split = split_model(model, device, stages, batch, network)
+        split = split_model(model, device, stages, batch, network, is_inference=is_inference)
+        if is_inference:
+            files["model.toml"] = stages_config(model, split, network, placed, batch=batch, port=port)
     if out is not None:
         from wirespeed.records import write_bytes
 
-        for name, text in (
-            ("hostfile", slurm_hostfile(network, placed)),
-            ("ranks.json", rank_map(network, placed)),
-            ("affinity.yaml", kubernetes_affinity(network, placed)),
-        ):
+        for name, text in files.items():
             say(f"wrote {write_bytes(out / name, text.encode())}")
     if as_json:
         document: dict[str, object] = {"schema": 1, "kind": "placement", "order": msgspec.to_builtins(worth)}
@@ -101,9 +113,8 @@ def place_ranks(
             [str(stage), f"{start} to {start + count - 1}", str(count), format_duration(seconds)]
             for stage, (start, count, seconds) in enumerate(zip(split.bounds, split.sizes, split.stage_s, strict=True))
         ]
-        show(
-            make_table(["stage", "layers", "number", "forward and backward"], rows, title=f"{model} in {stages} stages")
-        )
+        what = "forward" if is_inference else "forward and backward"
+        show(make_table(["stage", "layers", "number", what], rows, title=f"{model} in {stages} stages"))
         less = format_percent(1 - split.slowest_s / split.even_slowest_s)
         print(f"slowest stage {format_duration(split.slowest_s)}, {less} less than with equal numbers of layers")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from wirespeed.fabric.placement import place
+from wirespeed.errors import UsageError
+from wirespeed.fabric.placement import Placement, place
 from wirespeed.fabric.timing import prepare
 from wirespeed.fabric.topology import Fabric
 from wirespeed.plan.catalogue import find_model
@@ -13,12 +14,20 @@ from wirespeed.spec.device import BYTES_OF
 
 
 def split_model(
-    model: str, device: str, num_stages: int, batch: int, fabric: Fabric | None = None, *, dtype: str | None = None
+    model: str,
+    device: str,
+    num_stages: int,
+    batch: int,
+    fabric: Fabric | None = None,
+    *,
+    dtype: str | None = None,
+    is_inference: bool = False,
 ) -> StageSplit:
-    """The best split of a catalogue model for micro-batches of ``batch``.
+    """The best split of a catalogue model for micro-batches of ``batch``, for training or for inference.
 
-    With a ``fabric`` of two hosts or more, sending a stage's activations both ways counts with the stage that ends
-    there. Memory: weights, gradients and fp32 optimizer state, and activations of as many micro-batches as stages.
+    With a ``fabric`` of two hosts or more, sending a stage's activations (in training their gradients come back)
+    counts with the stage that ends there. Memory in training: weights, gradients and fp32 optimizer state, and
+    activations of as many micro-batches as stages; in inference: weights, and one micro-batch's of one layer.
     """
     held = find_model(model)
     where = find_device(device)
@@ -33,16 +42,42 @@ def split_model(
         import numpy as np
 
         link = prepare(fabric, "send", placed, groups=[np.array(ranks)])
-        transfer_s = [2 * link.cost(size).seconds for size in outputs]
+        transfer_s = [(1 if is_inference else 2) * link.cost(size).seconds for size in outputs]
+    stage_bytes = 0.95 * where.memory_bytes
+    if is_inference:
+        layer_bytes = [width * layer.num_elements for layer in held.layers]
+        stage_bytes -= batch * width * max(layer.activations for layer in held.layers)
+    else:
+        layer_bytes = [
+            18.0 * layer.num_elements + num_stages * batch * width * layer.activations for layer in held.layers
+        ]
     return split_stages(
-        [forward + backward for forward, backward in times],
+        [forward if is_inference else forward + backward for forward, backward in times],
         num_stages,
         transfer_s=transfer_s,
-        layer_bytes=[
-            18.0 * layer.num_elements + num_stages * batch * width * layer.activations for layer in held.layers
-        ],
-        stage_bytes=0.95 * where.memory_bytes,
+        layer_bytes=layer_bytes,
+        stage_bytes=max(0.0, stage_bytes),
     )
+
+
+def stages_config(model: str, split: StageSplit, fabric: Fabric, placement: Placement, *, batch: int, port: int) -> str:
+    """A ``model.toml`` for `wirespeed serve`: stage i on the i-th device in the order of ``placement``.
+
+    Each stage is a model ``NAME-I`` that its host serves with `wirespeed serve FOLDER --node`; comments say which
+    layers it holds. Raises UsageError where there are fewer devices than stages.
+    """
+    if placement.num_ranks < len(split.bounds):
+        raise UsageError(
+            f"got {len(split.bounds)} stages for {placement.num_ranks} devices", expected="a device for every stage"
+        )
+    layers = find_model(model).layers
+    stem = model.partition("@")[0]
+    parts = [f'schema = 1\nbackend = "stages"\nmicro_rows = {batch}\n']
+    for stage, (start, count) in enumerate(zip(split.bounds, split.sizes, strict=True)):
+        host = fabric.hosts[int(placement.host[stage])].name
+        held = layers[start].name if count == 1 else f"{layers[start].name} to {layers[start + count - 1].name}"
+        parts.append(f'# {held}\n[[stages]]\nmodel = "{stem}-{stage + 1}"\nnode = "{host}:{port}"\n')
+    return "\n".join(parts)
 
 
 def _output(name: str, activations: int, flops: float) -> float:
