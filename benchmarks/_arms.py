@@ -1,6 +1,7 @@
 """Arms of a training benchmark: one script, one lab, many ways to exchange gradients, run one after another.
 
-An arm is a strategy of wirespeed's (``int8/4MiB``) or a hook of PyTorch's own (``torch-fp16``, ``torch-powersgd@2``).
+An arm is a strategy of wirespeed's (``int8/4MiB``), a hook of PyTorch's own (``torch-fp16``, ``torch-powersgd@2``) or
+another's averaging (``hivemind@8``).
 Every arm runs in the same lab, from the same seed, timed by the same clock.
 """
 
@@ -11,6 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from _peers import is_peer
 from wirespeed.lab import Lab, LabSpec
 from wirespeed.spec.comparison import StrategyOutcome
 from wirespeed.spec.strategy import Strategy
@@ -31,8 +33,8 @@ class Arm:
 
     @property
     def is_peer(self) -> bool:
-        """Whether it is one of PyTorch's own hooks."""
-        return self.name.startswith("torch-")
+        """Whether it is none of wirespeed's."""
+        return is_peer(self.name)
 
     @property
     def strategy(self) -> Strategy:

@@ -1,4 +1,4 @@
-"""Run a script as `wirespeed.tune.worker` does, with one of PyTorch's own communication hooks in place of a strategy.
+"""Run a script as `wirespeed.tune.worker` does, with a peer's exchange in place of a strategy.
 
 ``python benchmarks/_peer_worker.py PEER SCRIPT [ARGS]`` with a PEER of ``_peers.py``. The clock, the loss and the end
 of the run are those of every other arm: only what happens to a bucket, and after a step, differs.
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from _averaging_peers import is_averaging, make_averaging
 from _peers import ONE_BUCKET_MIB, make_averager, make_hook, needs_one_bucket
 from wirespeed.train.listening import after_backward
 from wirespeed.train.session import Session
@@ -39,10 +40,13 @@ def install(peer: str) -> None:
             averagers.append(make_averager(peer)) if not averagers else None
             averagers[0](optimizer.param_groups)
 
+    if is_averaging(peer):
+        average_from_construction(peer)
     if peer.startswith("torch-post-local-sgd"):
         # Before the session's own hook, which ends the step: the averaging is part of it.
         register_optimizer_step_post_hook(stepped)
     Session.exchange = exchange  # type: ignore[method-assign]
+    Session._is_native = property(lambda _: False)  # type: ignore[assignment, method-assign]  # dense has no hook else
     if needs_one_bucket(peer):
         construct: Any = DistributedDataParallel.__init__
 
@@ -51,6 +55,36 @@ def install(peer: str) -> None:
 
         patched: Any = DistributedDataParallel
         patched.__init__ = with_one_bucket
+    write = worker.write_trace
+
+    def write_if_called(directive: Any, trace: Any) -> Any:
+        if not held and trace.error is None:  # a figure of dense would stand for the peer's
+            raise SystemExit(f"the hook of {peer} was never called")
+        return write(directive, trace)
+
+    worker.write_trace = write_if_called
+
+
+def average_from_construction(peer: str) -> None:
+    """Set the peer up where the script makes its DDP model, which no step's time holds, and call it after steps."""
+    at_work: list[Any] = []
+    construct: Any = DistributedDataParallel.__init__
+
+    def with_averaging(ddp: Any, *args: Any, **options: Any) -> None:
+        construct(ddp, *args, **options)
+        at_work.append(make_averaging(peer, ddp.module))
+
+    patched: Any = DistributedDataParallel
+    patched.__init__ = with_averaging
+    register_optimizer_step_post_hook(lambda optimizer, *_: at_work[0].stepped(optimizer) if at_work else None)
+    destroy = dist.destroy_process_group
+
+    def close_and_destroy(*args: Any, **options: Any) -> None:
+        while at_work:
+            at_work.pop().close()
+        destroy(*args, **options)
+
+    dist.destroy_process_group = close_and_destroy
 
 
 if __name__ == "__main__":

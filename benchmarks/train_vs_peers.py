@@ -5,8 +5,10 @@ limit). Per seed dense runs first, and the held-out loss that it ends with is th
 the same seed until it is there, at most three times the steps. Replay: ResNet-50 and BERT-Large, compute a sleep, bytes
 and rates divided by one factor; all arms in turn in one process group, the order turned by one place per round.
 
-Peers are PyTorch's own: fp16, PowerSGD (best of three ranks), quantization (best of two), post-localSGD. ``auto`` is
-held against the best strategy of its fidelity that was tried here, and against dense.
+Peers are PyTorch's own, fp16, PowerSGD (best of three ranks), quantization (best of two) and post-localSGD, and two
+that average parameters: hivemind (fp32 and fp16) and torchft's LocalSGD. Arms that send once in so many steps count by
+the mean over whole periods. ``auto`` is held against the best strategy of its fidelity that was tried here, and against
+dense. All run under one interpreter: ``pip install hivemind torchft`` beside wirespeed first.
 
 The whole takes hours. Every run is kept in ``--join FILE`` as soon as it ends, and what is in there is not run again;
 ``--seconds N`` begins nothing new after N seconds. With ``--check`` a bar whose runs are missing is short.
@@ -27,11 +29,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from _arms import Arena, Arm, seconds_to
+from _averaging_peers import missing_packages
 from _harness import Bar, finish
+from _peers import period_of
 from wirespeed import units
 from wirespeed.lab import Lab, LabSpec
 from wirespeed.records import write_bytes
@@ -44,10 +48,12 @@ FAMILIES = {
     "PowerSGD": ("torch-powersgd@2", "torch-powersgd@4", "torch-powersgd@8"),
     "quantization": ("torch-quantize", "torch-quantize-channels"),
     "post-localSGD": ("torch-post-local-sgd@8",),
+    "hivemind": ("hivemind@8", "hivemind-fp16@8"),
+    "torchft's LocalSGD": ("torchft-local-sgd@8",),
 }
 """A family counts by its best."""
 PEERS = tuple(peer for family in FAMILIES.values() for peer in family)
-OURS = ("half", "int8", "lowrank@4", "lowrank@8", "topk@2%/2MiB", "dense/local_sgd@8")
+OURS = ("half", "int8", "lowrank@4", "lowrank@8", "topk@2%/2MiB", "dense/local_sgd@8", "int8/local_sgd@8")
 TASKS = {
     "char GPT": ("examples/char_gpt.py", {"100mbit": 50, "1gbit": 100, "cpu": 60}),
     "Fashion-MNIST": ("examples/fashion_mnist.py", {"100mbit": 60, "1gbit": 120, "cpu": 120}),
@@ -63,7 +69,7 @@ REPLAYS = {
     ("bert-large", "100mbit"): (4.0, 20.0, 1),
 }
 """Seconds of compute, what bytes and rates are divided by, timed steps."""
-REPLAY_ARMS = ("torch-dense", "dense", *OURS[:-1], "lowrank@32", "dense/local_sgd@8", "auto", "auto-compressed", *PEERS)
+REPLAY_ARMS = ("torch-dense", "dense", *OURS, "lowrank@32", "auto", "auto-compressed", *PEERS)
 BY_FIDELITY = {"auto": ("dense", "half"), "auto-compressed": ("dense", "half", "int8", "lowrank@32")}
 WITHIN, NOISE = 1.10, 1.03
 NEVER = 1e6
@@ -163,13 +169,21 @@ def times(book: Book, what: str, rate: str, *, seeds: int, rounds: int) -> dict[
     if what.startswith("replay "):
         held = [book.runs.get(Cell(what, rate, "all", number).key, {}) for number in range(rounds)]
         steps = {arm: [round_.get(arm, {}).get("steps_s", []) for round_ in held] for arm in REPLAY_ARMS}
-        return {arm: median(itertools.chain(*found)) if all(found) else math.nan for arm, found in steps.items()}
+        return {arm: _step_s(arm, found) if all(found) else math.nan for arm, found in steps.items()}
     by_arm = {}
     for arm in ("dense", *OURS, *PEERS):
         runs = [book.runs.get(Cell(what, rate, arm, seed).key) for seed in range(seeds)]
         reached = [math.inf if run["time_to_loss_s"] is None else run["time_to_loss_s"] for run in runs if run]
         by_arm[arm] = median(reached) if len(reached) == seeds else math.nan
     return by_arm
+
+
+def _step_s(arm: str, rounds: list[list[float]]) -> float:
+    """Seconds per step: the median of all, or, where one in a period sends, the median round's mean over whole ones."""
+    period = period_of(arm)
+    if period == 1:
+        return median(itertools.chain(*rounds))
+    return median(mean(steps[: len(steps) // period * period]) for steps in rounds)
 
 
 def bars_of(what: str, rate: str, by_arm: dict[str, float]) -> list[Bar]:
@@ -212,6 +226,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    missing_here = missing_packages()
+    if missing_here and not args.quick and args.seconds > 0:
+        parser.error(
+            f"not installed: {', '.join(missing_here)}; hint: {sys.executable} -m pip install hivemind torchft"
+        )
     began_s, rounds = time.monotonic(), 1 if args.quick else args.rounds
     book = Book(args.join)
     only = "replay resnet50 at 1gbit, all, 0" if args.quick else args.only
