@@ -44,7 +44,9 @@ class SlowPush:
         self.path = path
 
     def upload(self) -> None:
-        self.manifest = _read_all(self.uploader, self.path, is_as_is=False, progress=lambda done, total: None)
+        self.manifest = _read_all(
+            self.uploader, self.path, is_as_is=False, is_quantized=False, progress=lambda done, total: None
+        )
 
     def commit(self) -> None:
         commit(self.claim, self.uploader, self.manifest)
