@@ -8,11 +8,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
 from codec_group import Group, bytes_of  # noqa: E402
 from wirespeed.errors import UsageError  # noqa: E402
 from wirespeed.spec.payloads import lowrank_matrix  # noqa: E402
 from wirespeed.spec.strategy import Strategy  # noqa: E402
 from wirespeed.train.codecs import has_numba  # noqa: E402
+from wirespeed.train.codecs.lowrank import balanced_turns  # noqa: E402
 
 pytestmark = pytest.mark.torch
 needs_numba = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
@@ -59,10 +63,26 @@ def test_vectors_and_small_matrices_are_averaged_as_they_are():
 def test_the_messages_of_two_steps_have_the_stated_mean():
     group = group_of()
     sizes = [group.step(noise(step))[0][0].size_bytes for step in range(4)]
-    # Vectors 4 * (64 + 36 + 32) = 528. The matrices' turns: rows, columns, rows; then columns, rows, columns.
-    assert sizes == [528 + 16 * (64 + 75 + 32), 528 + 16 * (48 + 40 + 64)] * 2
+    # Vectors 4 * (64 + 36 + 32) = 528. The matrices' turns: rows, rows, columns; then columns, columns, rows.
+    assert sizes == [528 + 16 * (64 + 40 + 64), 528 + 16 * (48 + 75 + 32)] * 2
     (stated,) = Strategy.parse("lowrank@4").transfers(NUM_ELEMENTS, NUM_RANKS, SHAPES)
     assert stated.size_bytes == sum(sizes) // 4
+
+
+def more_at_first(matrices: list[tuple[int, int]]) -> int:
+    """Rows and columns that the first of two steps sends more than the second."""
+    turns = balanced_turns(matrices)
+    return sum(m - n if sends_rows else n - m for (m, n), sends_rows in zip(matrices, turns, strict=True))
+
+
+def test_the_matrices_of_a_transformer_take_such_turns_that_every_step_sends_as_much():
+    block = [(1536, 512), (512, 512), (2048, 512), (512, 2048)]
+    assert more_at_first([(256, 512), *block, *block, (256, 512)]) == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 5000)), max_size=40))
+def test_two_steps_never_differ_by_more_than_one_matrix_does(matrices):
+    assert abs(more_at_first(matrices)) <= max((abs(m - n) for m, n in matrices), default=0)
 
 
 def test_a_gradient_of_low_rank_arrives_whole_after_two_steps():
@@ -117,8 +137,8 @@ def test_compiled_loops_and_torch_agree_to_rounding(name: str):
         source = torch.Generator().manual_seed(step)
         grads = torch.randn(NUM_RANKS, 82589, generator=source)
         both = [list(grads.clone().unbind(0)) for _ in groups]
-        for group, given in zip(groups, both, strict=True):
-            group.step(given)
+        for group, held in zip(groups, both, strict=True):
+            group.step(held)
         # Entries up to about 10 of sums of 1300 terms: fp32 rounds at some 1e-6 of them.
         assert torch.allclose(both[0][0], both[1][0], rtol=0, atol=1e-4)
         for left, right in zip(groups[0].residuals, groups[1].residuals, strict=True):

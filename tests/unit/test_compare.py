@@ -2,9 +2,19 @@
 
 import pytest
 
+from wirespeed.measure.steps import StepParts
 from wirespeed.spec.comparison import LossPoint, StrategyOutcome
 from wirespeed.spec.strategy import Strategy
-from wirespeed.tune.compare import choose, elapsed_steps, final_loss, loss_kind_of, time_to_loss, with_losses
+from wirespeed.train.trace import RunTrace
+from wirespeed.tune.compare import (
+    choose,
+    elapsed_steps,
+    final_loss,
+    loss_kind_of,
+    outcome_of,
+    time_to_loss,
+    with_losses,
+)
 
 
 def curve(*points):
@@ -110,3 +120,10 @@ def test_the_training_loss_serves_when_nothing_was_held_out():
     steps = range(1, 61)
     dense = outcome("dense", step_s=1.0, training=curve(*((s, s * 1.0, 5 - s * 0.05) for s in steps)))
     assert loss_kind_of(dense) == "training"
+
+
+def test_a_step_of_low_rank_is_the_mean_of_one_with_each_factor():
+    none = dict.fromkeys(("data_s", "forward_s", "backward_s", "exposed_s", "optimizer_s", "other_s"), 0.0)
+    steps = tuple(StepParts(step_s=(0.1, 0.3)[number % 2], bucket_ready_s=(), **none) for number in range(21))
+    trace = RunTrace(strategy=Strategy.parse("lowrank@4"), status="complete", steps=steps, wire=((0, 0),) * 21)
+    assert outcome_of(trace.strategy, [trace], None, num_steps=21).measured_step_s == pytest.approx(0.2)

@@ -132,6 +132,12 @@ def test_every_schedule_but_every_step_is_lossy_and_shares_its_exchange_over_the
     }  # fmt: skip
     assert Strategy(schedule="local_sgd", period=12).steps_per_exchange == 12
     assert Strategy(schedule="delayed").steps_per_exchange == 1
+
+
+def test_low_rank_repeats_itself_after_two_exchanges():
+    assert Strategy.parse("int8").steps_per_cycle == 1
+    assert Strategy.parse("lowrank@4").steps_per_cycle == 2
+    assert Strategy.parse("lowrank@4/local_sgd@8").steps_per_cycle == 16
     assert Strategy.parse("topk@2%/8MiB/local_sgd@4").codec_name == "topk@2%"
 
 

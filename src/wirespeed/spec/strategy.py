@@ -176,6 +176,14 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return 1 if self.period is None else self.period
 
     @property
+    def steps_per_cycle(self) -> int:
+        """Steps after which what is sent repeats: low-rank sends one factor and then the other, of unlike sizes.
+
+        A step's time, as one figure, is the mean over a whole cycle.
+        """
+        return self.steps_per_exchange * (2 if self.codec == "lowrank" else 1)
+
+    @property
     def fidelity(self) -> Fidelity:
         """What happens to the gradient on the way: every schedule but ``every_step`` makes it ``lossy``."""
         if self.schedule != "every_step":

@@ -148,8 +148,8 @@ def summarize(
     counted = None
     stated = float(stated_bytes) / max(1, len(steps))
     last = len(wire) - 1
-    if last >= strategy.steps_per_exchange:  # whole periods only
-        last -= last % strategy.steps_per_exchange
+    if last >= strategy.steps_per_cycle:  # whole cycles only
+        last -= last % strategy.steps_per_cycle
     if last > 0:
         stated = (wire[last][0] - wire[0][0]) / last
         if wire[0][1] >= 0:
@@ -158,7 +158,7 @@ def summarize(
         strategy=strategy.name,
         num_ranks=num_ranks,
         num_steps=len(steps),
-        breakdown=breakdown_of(steps, period=strategy.steps_per_exchange),
+        breakdown=breakdown_of(steps, period=strategy.steps_per_cycle),
         stated_bytes_per_step=stated,
         wire_bytes_per_step=counted,
         residual_norm=residual_norm,

@@ -4,8 +4,8 @@ The alternating form of PowerSGD (ACP-SGD, arXiv 2306.08881). A matrix is approx
 columns each. In a step one of the two factors is known to all ranks and has orthonormal columns; each rank projects its
 gradient plus residual onto it, the projections are summed, and their mean gives both the averaged gradient and, made
 orthonormal in fp32, the known factor of the next step. So a bucket costs one all_reduce of a few rows and columns,
-which keeps DDP's overlap and needs no second hop. Neighbouring matrices take opposite turns, so that the messages of
-two steps are of like size. Vectors, and matrices too small to gain, are summed as they are in the same message.
+which keeps DDP's overlap and needs no second hop. The matrices of a bucket take such turns that the messages of two
+steps are of like size. Vectors, and matrices too small to gain, are summed as they are in the same message.
 
 What a projection leaves out stays in the residual. A matrix that holds inf or nan on any rank comes out with nan on
 every rank; its residual stays as it was (to rounding) and its factor starts anew. All ranks must hold equal factors:
@@ -15,7 +15,7 @@ QR; on processors of unlike make their last bits can differ, and parameters with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,16 +108,16 @@ class LowrankCodec:
         sizes = self.state_sizes(shapes)
         state_s = torch.zeros(sum(sizes), device=device) if state_s is None else state_s
         parts: list[tuple[int, int, _Factor | None]] = []
-        first = num_matrices = message_size = 0
-        for shape, state in zip(shapes, torch.split(state_s, list(sizes)), strict=True):
+        matrices = [lowrank_matrix(shape, self._rank) for shape in shapes]
+        turns = iter(balanced_turns([matrix for matrix in matrices if matrix is not None]))
+        first = message_size = 0
+        for shape, matrix, state in zip(shapes, matrices, torch.split(state_s, list(sizes)), strict=True):
             elements = int(torch.Size(shape).numel())
-            matrix = lowrank_matrix(shape, self._rank)
             if matrix is None:
                 parts.append((first, elements, None))
                 message_size += elements
             else:
-                parts.append((first, elements, self._factor(*matrix, state, is_odd=num_matrices % 2 == 1)))
-                num_matrices += 1
+                parts.append((first, elements, self._factor(*matrix, state, sends_rows=next(turns))))
                 message_size += self._rank * max(matrix)
             first += elements
         if first != num_elements:
@@ -159,7 +159,7 @@ class LowrankCodec:
                 _expand(grad, factor, mean)
             end += len(mean)
 
-    def _factor(self, rows: int, columns: int, state_s: Tensor, *, is_odd: bool) -> _Factor:
+    def _factor(self, rows: int, columns: int, state_s: Tensor, *, sends_rows: bool) -> _Factor:
         starts = (
             _orthonormal(rows, self._rank).to(state_s.device),
             _orthonormal(columns, self._rank).t().contiguous().to(state_s.device),
@@ -167,8 +167,24 @@ class LowrankCodec:
         side = float(state_s[0])
         factor = _Factor(rows, columns, self._rank, state_s, side, starts)
         if side == 0:
-            factor.set_known(_ROWS if is_odd else _COLUMNS, starts[0 if is_odd else 1])
+            factor.set_known(_COLUMNS if sends_rows else _ROWS, starts[1 if sends_rows else 0])
         return factor
+
+
+def balanced_turns(matrices: Sequence[tuple[int, int]]) -> list[bool]:
+    """Which matrices, of ``(rows, columns)``, first send their rows' factor; the others send their columns'.
+
+    What one step sends more than the next is the sum of ``rows - columns``, less those of the others: the largest
+    differences are set against each other first. The same on every rank, since it depends on shapes alone.
+    """
+    sends_rows = [index % 2 == 0 for index in range(len(matrices))]
+    more = 0
+    for index in sorted(range(len(matrices)), key=lambda index: -abs(matrices[index][0] - matrices[index][1])):
+        rows, columns = matrices[index]
+        if rows != columns:
+            sends_rows[index] = (more < 0) == (rows > columns) if more else True
+            more += rows - columns if sends_rows[index] else columns - rows
+    return sends_rows
 
 
 def _message_size(elements: int, factor: _Factor | None) -> int:
