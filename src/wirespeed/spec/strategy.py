@@ -43,7 +43,7 @@ TOPK_RATIO = 0.01
 LOWRANK_RANK = 32
 MAX_LOWRANK_RANK = 256
 FAITHFUL_LOWRANK_RANK = 32
-"""Of this matrix rank and above, quality is measured equal (benchmarks/quality.py); below it may differ."""
+"""From this matrix rank on low-rank counts as ``compressed``; docs/design/0005-low-rank.md has what is measured."""
 LOCAL_SGD_PERIOD = 8
 DILOCO_PERIOD = 32
 MAX_PERIOD = 100_000
