@@ -68,21 +68,23 @@ def place_ranks(
     if is_inference and stages is None:
         raise UsageError("got --inference without stages", expected="--model and --stages, to say what is split")
     worth = order_gain(network, parse_size(size))
-    split = None
-    files = {
-        "hostfile": slurm_hostfile(network, placed),
-        "ranks.json": rank_map(network, placed),
-        "affinity.yaml": kubernetes_affinity(network, placed),
-    }
+    split = stages_toml = None
     if model is not None and stages is not None:
         from wirespeed.plan.stage_plan import split_model, stages_config
 
         split = split_model(model, device, stages, batch, network, is_inference=is_inference)
         if is_inference:
-            files["model.toml"] = stages_config(model, split, network, placed, batch=batch, port=port)
+            stages_toml = stages_config(model, split, network, placed, batch=batch, port=port)
     if out is not None:
         from wirespeed.records import write_bytes
 
+        files = {
+            "hostfile": slurm_hostfile(network, placed),
+            "ranks.json": rank_map(network, placed),
+            "affinity.yaml": kubernetes_affinity(network, placed),
+        }
+        if stages_toml is not None:
+            files["model.toml"] = stages_toml
         for name, text in files.items():
             say(f"wrote {write_bytes(out / name, text.encode())}")
     if as_json:

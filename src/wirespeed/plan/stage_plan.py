@@ -70,8 +70,8 @@ def stages_config(model: str, split: StageSplit, fabric: Fabric, placement: Plac
         raise UsageError(
             f"got {len(split.bounds)} stages for {placement.num_ranks} devices", expected="a device for every stage"
         )
-    layers = find_model(model).layers
-    stem = model.partition("@")[0]
+    found = find_model(model)
+    layers, stem = found.layers, found.name.partition("@")[0]
     parts = [f'schema = 1\nbackend = "stages"\nmicro_rows = {batch}\n']
     for stage, (start, count) in enumerate(zip(split.bounds, split.sizes, strict=True)):
         host = fabric.hosts[int(placement.host[stage])].name
